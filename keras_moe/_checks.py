@@ -16,6 +16,12 @@ import numpy as np
 LARGEST_SEED = 2**32 - 1
 
 
+def _expect(fits: Any, what: str, name: str, value: Any) -> None:
+    """Raises ValueError for a value of this name that does not fit."""
+    if not fits:
+        raise ValueError(f"Expected {what}; received: {name}={value!r}")
+
+
 def check_integer(
     name: str,
     value: Any,
@@ -28,11 +34,10 @@ def check_integer(
         return None
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_integer or value < minimum or (maximum is not None and value > maximum):
-        end = "" if maximum is None else f" <= {maximum}"
-        start = f"{name} >= {minimum}" if not end else f"{minimum} <= {name}{end}"
-        raise ValueError(
-            f"Expected {name} to be an integer, {start}; received: {name}={value!r}"
-        )
+        bounds = f"{name} >= {minimum}"
+        if maximum is not None:
+            bounds = f"{minimum} <= {name} <= {maximum}"
+        _expect(False, f"{name} to be an integer, {bounds}", name, value)
     return int(value)
 
 
@@ -48,40 +53,32 @@ def check_selected(num_selected_experts: Any, num_experts: int) -> int:
 
 def check_indices(name: str, values: Any, count: int) -> set[int]:
     """Returns the set of `values`, which must be integers below `count`."""
-    if not isinstance(values, Iterable):
-        raise ValueError(
-            f"Expected {name} to be a sequence of integers; received: {name}={values!r}"
-        )
+    fits = isinstance(values, Iterable)
+    _expect(fits, f"{name} to be a sequence of integers", name, values)
     return {check_integer(name, value, 0, count - 1) for value in values}
 
 
-def positive_integers(value: Any) -> tuple[int, ...] | None:
-    """Returns `value` as a tuple, or None if it is not a sequence of positive ints."""
+def _positive_integers(value, count):
+    """A sequence of so many positive integers as a tuple, or None."""
     try:
-        return tuple(check_integer("size", size) for size in value)
+        values = tuple(check_integer("size", size) for size in value)
     except (TypeError, ValueError):
         return None
+    return values if len(values) == count else None
 
 
 def check_pair(name: str, value: Any) -> tuple[int, int]:
     """Returns `value`, a positive integer or a pair of them, as a pair."""
-    values = positive_integers((value, value)) or positive_integers(value)
-    if values is None or len(values) != 2:
-        raise ValueError(
-            f"Expected {name} to be a positive integer or a pair of them; "
-            f"received: {name}={value!r}"
-        )
+    values = _positive_integers((value, value), 2) or _positive_integers(value, 2)
+    _expect(values, f"{name} to be a positive integer or a pair of them", name, value)
     return values
 
 
 def check_image_shape(image_shape: Any) -> tuple[int, int, int]:
     """Returns `image_shape` as a tuple (height, width, channels)."""
-    sizes = positive_integers(image_shape)
-    if sizes is None or len(sizes) != 3:
-        raise ValueError(
-            "Expected image_shape (height, width, channels) of positive integers; "
-            f"received: image_shape={image_shape!r}"
-        )
+    sizes = _positive_integers(image_shape, 3)
+    expected = "image_shape (height, width, channels) of positive integers"
+    _expect(sizes, expected, "image_shape", image_shape)
     return sizes
 
 
@@ -99,33 +96,27 @@ def check_positive(name: str, value: Any, optional: bool = False) -> Any:
     """Returns `value` as a finite float > 0; None passes if `optional`."""
     if optional and value is None:
         return None
-    _check_finite(name, value, f", {name} > 0", lambda x: x > 0)
+    fits = _is_finite(value) and value > 0
+    _expect(fits, f"{name} to be a finite number, {name} > 0", name, value)
     return float(value)
 
 
 def check_number(name: str, value: Any) -> float:
     """Returns `value` as a float; it must be finite."""
-    _check_finite(name, value)
+    _expect(_is_finite(value), f"{name} to be a finite number", name, value)
     return float(value)
 
 
 def check_not_negative(name: str, value: Any) -> float:
     """Returns `value`; it must be finite and at least 0."""
-    _check_finite(name, value, f", {name} >= 0", lambda x: x >= 0)
+    fits = _is_finite(value) and value >= 0
+    _expect(fits, f"{name} to be a finite number, {name} >= 0", name, value)
     return value
-
-
-def _check_finite(name, value, bound="", is_within=lambda x: True):
-    if not _is_finite(value) or not is_within(value):
-        raise ValueError(
-            f"Expected {name} to be a finite number{bound}; received: {name}={value!r}"
-        )
 
 
 def check_dropout(name: str, rate: float) -> float:
     """Returns `rate`; it must be in [0, 1)."""
-    if not _is_finite(rate) or not 0 <= rate < 1:
-        raise ValueError(f"Expected {name} in [0, 1); received: {name}={rate!r}")
+    _expect(_is_finite(rate) and 0 <= rate < 1, f"{name} in [0, 1)", name, rate)
     return rate
 
 
@@ -136,26 +127,20 @@ def _is_finite(value):
 
 def check_bool(name: str, value: Any) -> bool:
     """Returns `value`; it must be True or False."""
-    if not isinstance(value, bool):
-        raise ValueError(
-            f"Expected {name} to be True or False; received: {name}={value!r}"
-        )
+    _expect(isinstance(value, bool), f"{name} to be True or False", name, value)
     return value
 
 
 def check_string(name: str, value: Any) -> str:
     """Returns `value`; it must be a string."""
-    if not isinstance(value, str):
-        raise ValueError(f"Expected {name} to be a string; received: {name}={value!r}")
+    _expect(isinstance(value, str), f"{name} to be a string", name, value)
     return value
 
 
 def check_one_of(name: str, value: Any, allowed: Any) -> Any:
     """Returns `value`; it must be one of `allowed`."""
     if value not in allowed:
-        raise ValueError(
-            f"Expected {name} to be one of {tuple(allowed)}; received: {name}={value!r}"
-        )
+        _expect(False, f"{name} to be one of {tuple(allowed)}", name, value)
     return value
 
 
@@ -225,8 +210,7 @@ def check_disjoint(name: str, pools: Any) -> None:
 
 def check_path(name: str, path: Any) -> Any:
     """Returns `path`; rejects NUL, for which Python's error does not name the path."""
-    if "\0" in str(path):
-        raise ValueError(f"Expected a path without NUL; received: {name}={str(path)!r}")
+    _expect("\0" not in str(path), "a path without NUL", name, str(path))
     return path
 
 
@@ -248,11 +232,8 @@ def check_initializer(name: str, value: Any) -> Any:
         initializer = keras.initializers.get(value)
     except (AttributeError, KeyError, TypeError, ValueError):
         initializer = None
-    if initializer is None:
-        raise ValueError(
-            f"Expected {name} to be an initializer of Keras, or the name of one; "
-            f"received: {name}={value!r}"
-        )
+    expected = f"{name} to be an initializer of Keras, or the name of one"
+    _expect(initializer is not None, expected, name, value)
     return initializer
 
 

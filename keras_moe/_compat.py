@@ -57,34 +57,6 @@ from keras.src.saving.saving_lib import H5IOStore, safe_get_h5_dataset
 # `keras.saving.save_weights` asks like this before it replaces a file.
 from keras.src.utils.io_utils import ask_to_proceed_with_overwrite
 
-_ATTENTION, _OPTIMIZER = keras.layers.MultiHeadAttention, keras.optimizers.Optimizer
-
-# Private methods that subclasses override or call: owner, name and first arguments.
-PRIVATE_METHODS = (
-    # A step between the projections and the softmax, for norms of queries and keys.
-    (_ATTENTION, "_compute_attention", ("query", "key", "value")),
-    # Initializers of the projections that are not those of the config.
-    (_ATTENTION, "_get_common_kwargs_for_sublayer", ()),
-    # A mask of pixels instead of one of the numbers in them.
-    (keras.layers.CutMix, "_generate_batch_mask", ("images_shape", "box_corners")),
-    # Learning rates and weight decay by weight.
-    (
-        _OPTIMIZER,
-        "_backend_update_step",
-        ("grads", "trainable_variables", "learning_rate"),
-    ),
-    (_OPTIMIZER, "_apply_weight_decay", ("variables",)),
-    # A learning rate that only weight decay reads.
-    (_OPTIMIZER, "_get_current_learning_rate", ()),
-    # Averages of steps, where gradients are accumulated over batches.
-    (_OPTIMIZER, "_update_model_variables_moving_average", ("trainable_variables",)),
-    # The index of a weight among the variables of an optimizer.
-    (_OPTIMIZER, "_get_variable_index", ("variable",)),
-    # What `keras.models.clone_model` calls.
-    (Functional, "_run_through_graph", ("inputs", "operation_fn", "call_fn")),
-)
-
-
 # Layers.
 
 

@@ -103,41 +103,66 @@ def gather_slots(tokens: Any, owners: Any) -> Any:
 
     A token may be in the slots of all experts: the gradient is `add_slots`.
     """
-    kernels = _slot_kernels(tokens, owners)
-    if kernels is not None:
-        return kernels.gather(tokens, owners)
-    flat = ops.reshape(tokens, (-1, tokens.shape[-1]))
-    inputs = take(flat, _flat_owners(owners, ops.shape(tokens)[1]))
-    return ops.where((owners >= 0)[..., None], inputs, ops.zeros_like(inputs))
+    if not _has_slot_kernel(tokens, owners):
+        return _gather_slots(tokens, owners)
+    num_tokens = tokens.shape[1]
+
+    def forward(tokens, owners):
+        return _gather_slots(tokens, owners), (owners,)
+
+    def backward(residuals, upstream):
+        return _add_slots_jax(upstream, *residuals, num_tokens, upstream.dtype), None
+
+    return custom_gradient(forward, backward, tokens, owners)
 
 
 def add_slots(rows: Any, owners: Any, num_tokens: Any, dtype: Any) -> Any:
     """The sum (G, S, D) of each token's float32 rows (G, N, D), cast to the dtype."""
     dtype = keras.backend.standardize_dtype(dtype)
-    kernels = _slot_kernels(rows, owners, num_tokens)
-    if kernels is not None:
-        return kernels.add_up(rows, owners, num_tokens, dtype)
-    rows = ops.where((owners >= 0)[..., None], rows, 0.0)
+    if not _has_slot_kernel(rows, owners, num_tokens):
+        return ops.cast(sum_slots(rows, owners, num_tokens), dtype)
+
+    def forward(rows, owners):
+        return _add_slots_jax(rows, owners, num_tokens, dtype), (owners,)
+
+    def backward(residuals, upstream):
+        return ops.cast(_gather_slots(upstream, *residuals), "float32"), None
+
+    return custom_gradient(forward, backward, rows, owners)
+
+
+def _gather_slots(tokens, owners):
+    flat = ops.reshape(tokens, (-1, tokens.shape[-1]))
+    inputs = take(flat, _flat_owners(owners, ops.shape(tokens)[1]))
+    return ops.where((owners >= 0)[..., None], inputs, ops.zeros_like(inputs))
+
+
+def sum_slots(rows: Any, owners: Any, num_tokens: Any) -> Any:
+    """`add_slots` in the dtype of the rows."""
+    rows = ops.where((owners >= 0)[..., None], rows, ops.zeros_like(rows))
     num_groups, dim = ops.shape(rows)[0], rows.shape[-1]
     # PyTorch's `segment_sum` would cost ten times as much.
     total = ops.scatter_update(
-        ops.zeros((num_groups * num_tokens, dim), "float32"),
+        ops.zeros((num_groups * num_tokens, dim), rows.dtype),
         ops.reshape(_flat_owners(owners, num_tokens), (-1, 1)),
         ops.reshape(rows, (-1, dim)),
         reduction="add",
     )
-    return ops.cast(ops.reshape(total, (num_groups, num_tokens, dim)), dtype)
+    return ops.reshape(total, (num_groups, num_tokens, dim))
 
 
-def _slot_kernels(rows, owners, num_tokens=1):
-    """JAX's own functions, which need known sizes of at least 1, or None."""
-    sizes = (*rows.shape, *owners.shape, num_tokens)
-    is_known = all(isinstance(x, int) and x > 0 for x in sizes)
-    if keras.backend.backend() != "jax" or not is_known:
-        return None
+def _add_slots_jax(rows, owners, num_tokens, dtype):
     from keras_moe.ops.kernels import _tpus_jax
 
-    return _tpus_jax
+    dtype = keras.backend.standardize_dtype(dtype)
+    return _tpus_jax.add_slots(rows, owners, num_tokens, dtype, sum_slots)
+
+
+def _has_slot_kernel(rows, owners, num_tokens=1):
+    """Whether JAX's own sum is used, which needs known sizes of at least 1."""
+    sizes = (*rows.shape, *owners.shape, num_tokens)
+    is_known = all(isinstance(x, int) and x > 0 for x in sizes)
+    return keras.backend.backend() == "jax" and is_known
 
 
 def _flat_owners(owners, num_tokens):

@@ -321,7 +321,7 @@ def test_mlps_of_other_platforms(name, kind):
 
     def run(forward, backward, rows, sizes, weights, cotangent):
         outputs, kept = forward(rows, sizes, weights, activation, True)
-        gradients = backward(rows, sizes, weights, activation, kept, cotangent)
+        gradients = backward(rows, sizes, weights, kept, cotangent, activation)
         return [outputs, *jax.tree.leaves(gradients)]
 
     loops = functools.partial(_block_loops.mlp_backward, vjp=jax.vjp)

@@ -260,9 +260,9 @@ def mlp_backward(
     rows: Any,
     group_sizes: Any,
     weights: Weights,
-    activation: Callable,
     kept: tuple,
     upstream: Any,
+    activation: Callable,
     vjp: Callable,
 ) -> tuple[Any, Weights]:
     """The gradients of `mlp_forward` in rows and weights; `vjp` is the backend's."""

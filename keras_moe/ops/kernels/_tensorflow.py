@@ -154,7 +154,7 @@ def mlp_with_loops(rows, group_sizes, weights, activation):
         rows, group_sizes, *present = inputs
         own, kept = all_weights(present), kept or run(inputs, True)[1]
         dx, dw = _block_loops.mlp_backward(
-            rows, group_sizes, own, activation, kept, upstream, vjp
+            rows, group_sizes, own, kept, upstream, activation, vjp
         )
         return dx, None, *(x for x in dw if x is not None)
 
