@@ -77,25 +77,6 @@ class TensorSpec(NamedTuple):
                 first = following
         return total
 
-    @property
-    def naive_multiply_adds(self) -> int:
-        """Multiply-adds of one token if the weight tensor is built from its factors."""
-        modes, rank, total = self.modes, self.rank, 0
-        if self.factorization == "cp":
-            total = math.prod(modes) * rank
-        elif self.factorization == "tr":
-            # A chain (R_1, built modes, R_l); the last core's other end is R_1 again.
-            for mode in range(1, len(modes)):
-                built = math.prod(modes[: mode + 1])
-                total += rank[0] * built * rank[mode] * (*rank[1:], 1)[mode]
-        elif self.factorization == "tucker":
-            for mode in range(len(modes)):
-                total += math.prod(modes[: mode + 1]) * math.prod(rank[mode:])
-        # One mode after the other; the units are left.
-        for mode in range(len(modes) - 1):
-            total += math.prod(modes[mode:])
-        return total
-
 
 def multilinear(
     inputs: Any,
