@@ -20,6 +20,7 @@ from keras_moe._checks import (
     check_one_of,
     nearest,
 )
+from keras_moe._types import Tensor
 from keras_moe.losses import router_losses
 from keras_moe.ops.plans import Routing
 from keras_moe.ops.token_choice import selected_experts
@@ -35,7 +36,7 @@ class _Function(NamedTuple):
     router: `"selected"` (K) or `"noise"`.
     """
 
-    compute: Callable[..., Any]
+    compute: Callable[..., Tensor]
     options: dict[str, Any] = {}
     reads: tuple[str, ...] = ()
 
@@ -211,8 +212,12 @@ class AuxiliaryLoss:
         return getattr(self.function, "__name__", None) or str(self.function)
 
     def __call__(
-        self, routing: Routing, router: Any, mask: Any = None, modality_ids: Any = None
-    ) -> Any:
+        self,
+        routing: Routing,
+        router: keras.layers.Layer,
+        mask: Tensor | None = None,
+        modality_ids: Tensor | None = None,
+    ) -> Tensor:
         """Weighted losses of groups (G,), whose mean is that of counted groups."""
         compute = self.function
         if not callable(compute):
@@ -229,7 +234,7 @@ class AuxiliaryLoss:
                 f"modality={self.options['modality']}, loss={self.name!r}"
             )
 
-    def check_router(self, router: Any) -> None:
+    def check_router(self, router: keras.layers.Layer) -> None:
         """Raises ValueError if the router lacks what a loss of weight > 0 reads."""
         if self.weight == 0 or callable(self.function):
             return
@@ -290,7 +295,7 @@ class AggregateLoss:
     0.04
     """
 
-    def __init__(self, losses: Any, weight: float = 0.04):
+    def __init__(self, losses: object, weight: float = 0.04):
         self.weight = float(check_not_negative("weight", weight))
         self.losses = get(losses)
         self.total_weight = sum(loss.weight for loss in self.losses)
@@ -301,8 +306,12 @@ class AggregateLoss:
             )
 
     def __call__(
-        self, routing: Routing, router: Any, mask: Any = None, modality_ids: Any = None
-    ) -> Any:
+        self,
+        routing: Routing,
+        router: keras.layers.Layer,
+        mask: Tensor | None = None,
+        modality_ids: Tensor | None = None,
+    ) -> Tensor:
         """The weighted mean for each group, float32 (G,); see `AuxiliaryLoss`."""
         # A loss of weight 0 need not be defined: load without noise is not.
         used = [loss for loss in self.losses if loss.weight > 0]
@@ -314,7 +323,7 @@ class AggregateLoss:
         for loss in self.losses:
             loss.check_modalities(count)
 
-    def check_router(self, router: Any) -> None:
+    def check_router(self, router: keras.layers.Layer) -> None:
         """Raises ValueError if one of the losses is not defined for this router."""
         if self.weight > 0:
             for loss in self.losses:
@@ -411,7 +420,7 @@ LIMOE_LOSSES = {
 }
 
 
-def get(identifier: Any) -> list[AuxiliaryLoss | AggregateLoss]:
+def get(identifier: object) -> list[AuxiliaryLoss | AggregateLoss]:
     """Makes a list of auxiliary losses from what users write.
 
     Args:
@@ -464,7 +473,7 @@ def _by_name(name, options):
     return limoe_losses(**options)
 
 
-def check_modalities(auxiliary_losses: Any, count: int) -> None:
+def check_modalities(auxiliary_losses: object, count: int) -> None:
     """Checks that all losses are of modalities that a model has.
 
     Args:

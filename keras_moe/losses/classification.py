@@ -1,11 +1,10 @@
 """Losses of classification heads with several labels."""
 
-from typing import Any
-
 import keras
 from keras import ops
 
 from keras_moe._checks import check_class_labels
+from keras_moe._types import DType, Tensor
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -39,7 +38,7 @@ class SigmoidCrossentropy(keras.losses.Loss):
         from_logits: bool = True,
         reduction: str = "sum_over_batch_size",
         name: str = "sigmoid_crossentropy",
-        dtype: Any = None,
+        dtype: DType | None = None,
     ):
         super().__init__(name=name, reduction=reduction, dtype=dtype)
         self.from_logits = from_logits
@@ -94,7 +93,7 @@ class SparseSigmoidCrossentropy(SigmoidCrossentropy):
         from_logits: bool = True,
         reduction: str = "sum_over_batch_size",
         name: str = "sparse_sigmoid_crossentropy",
-        dtype: Any = None,
+        dtype: DType | None = None,
     ):
         super().__init__(from_logits, reduction, name, dtype)
         # Keras casts labels, too: bfloat16 turns 257 into 256.
@@ -126,7 +125,7 @@ class SparseSigmoidCrossentropy(SigmoidCrossentropy):
         return -ops.sum(zeros, axis=-1) - chosen
 
 
-def counted(labels: Any) -> Any:
+def counted(labels: Tensor) -> Tensor:
     """Booleans (batch, labels), False for padding and for repeated numbers."""
     same = ops.equal(ops.expand_dims(labels, 2), ops.expand_dims(labels, 1))
     earlier = ops.arange(labels.shape[1])

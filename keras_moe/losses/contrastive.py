@@ -5,7 +5,7 @@ Axes: B pairs, D embedding.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 from keras import ops
@@ -17,6 +17,7 @@ from keras_moe._checks import (
     check_one_of,
     check_positive,
 )
+from keras_moe._types import Tensor
 from keras_moe.losses._pairs import (
     NEVER,
     check_similarity,
@@ -32,17 +33,17 @@ IDS = ("image_ids", "text_ids")
 
 
 def softmax_contrastive_loss(
-    image_embeddings: Any,
-    text_embeddings: Any,
-    logit_scale: Any,
+    image_embeddings: Tensor,
+    text_embeddings: Tensor,
+    logit_scale: float | Tensor,
     *,
     direction: str = "both",
-    image_ids: Any = None,
-    text_ids: Any = None,
-    sample_weight: Any = None,
+    image_ids: Tensor | None = None,
+    text_ids: Tensor | None = None,
+    sample_weight: Tensor | None = None,
     chunk_size: int | None = None,
     similarity_dtype: str = "float32",
-) -> Any:
+) -> Tensor:
     """The loss of CLIP (InfoNCE): each image must find its text, and vice versa.
 
     With unit vectors x of images and y of texts, the logits are
@@ -124,17 +125,17 @@ def _softmax_losses(pairs, logit_scale):
 
 
 def sigmoid_contrastive_loss(
-    image_embeddings: Any,
-    text_embeddings: Any,
-    logit_scale: Any,
-    logit_bias: Any = 0.0,
+    image_embeddings: Tensor,
+    text_embeddings: Tensor,
+    logit_scale: float | Tensor,
+    logit_bias: float | Tensor = 0.0,
     *,
-    image_ids: Any = None,
-    text_ids: Any = None,
-    sample_weight: Any = None,
+    image_ids: Tensor | None = None,
+    text_ids: Tensor | None = None,
+    sample_weight: Tensor | None = None,
     chunk_size: int | None = None,
     similarity_dtype: str = "float32",
-) -> Any:
+) -> Tensor:
     """The loss of SigLIP: is each image a pair with each text of the batch, or not?
 
     With unit vectors x of images and y of texts, the logits are
@@ -249,7 +250,7 @@ class ContrastiveLoss(keras.losses.Loss):
         return argument_values(self, keras.losses.Loss)
 
 
-def mean_over_pairs(losses: Any, sample_weight: Any = None) -> Any:
+def mean_over_pairs(losses: Tensor, sample_weight: Tensor | None = None) -> Tensor:
     """The weighted mean of the pairs' losses (B,); a scalar is left as it is."""
     losses = ops.convert_to_tensor(losses)
     if len(losses.shape) == 0:
@@ -270,7 +271,7 @@ def mean_over_pairs(losses: Any, sample_weight: Any = None) -> Any:
 class _FunctionLoss(ContrastiveLoss):
     """A loss by a function, which weighs the pairs."""
 
-    function: Callable[..., Any]
+    function: Callable[..., Tensor]
 
     def __call__(self, y_true, y_pred, sample_weight=None):
         # Padding would be a negative before it was weighted.
@@ -319,7 +320,7 @@ class SoftmaxContrastiveLoss(_FunctionLoss):
     parameters = ("logit_scale",)
     default_name = "softmax_contrastive"
 
-    def __init__(self, direction: str = "both", **kwargs: Any):
+    def __init__(self, direction: str = "both", **kwargs: object):
         super().__init__(**kwargs)
         self.direction = check_one_of("direction", direction, DIRECTIONS)
 
@@ -407,8 +408,10 @@ class LogScaleBound(keras.constraints.Constraint):
 
 
 def count_duplicate_pairs(
-    image_ids: Any = None, text_ids: Any = None, sample_weight: Any = None
-) -> Any:
+    image_ids: Tensor | None = None,
+    text_ids: Tensor | None = None,
+    sample_weight: Tensor | None = None,
+) -> Tensor:
     """The number of pairs that share their image or caption with another pair.
 
     A contrastive loss without `multi_positive` takes these for negatives.

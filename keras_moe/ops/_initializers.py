@@ -14,7 +14,7 @@ import hashlib
 import random
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -23,6 +23,7 @@ from keras import initializers, ops
 from keras_moe._backends import host_memory
 from keras_moe._checks import check_initializer
 from keras_moe._compat import compute_fans
+from keras_moe._types import Initializer, Tensor
 from keras_moe.ops._primitives import on_several_devices
 
 # The spread of a normal distribution that is cut at two standard deviations.
@@ -34,7 +35,7 @@ class _Start(NamedTuple):
 
     seed: int
     name: str
-    rules: Mapping[str, Any]
+    rules: Mapping[str, Initializer]
     used: set[str]
 
 
@@ -54,7 +55,7 @@ def skip_init(wanted: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def initial_values(
-    seed: int | None, name: str, rules: Mapping[str, Any] | None = None
+    seed: int | None, name: str, rules: Mapping[str, Initializer] | None = None
 ) -> Iterator[set[str]]:
     """Weights made within the context start by this seed and their paths.
 
@@ -82,7 +83,7 @@ class PathInitializer(keras.initializers.Initializer):
     variable long after its layer was built.
     """
 
-    def __init__(self, initializer: Any, path: str = ""):
+    def __init__(self, initializer: Initializer, path: str = ""):
         initializer = self._given = keras.initializers.get(initializer)
         start = _START.get()
         for pattern, other in (start.rules if start else {}).items():
@@ -133,12 +134,12 @@ class PerExpert(keras.initializers.Initializer):
     True
     """
 
-    def __init__(self, initializer: Any, shared: bool = False):
+    def __init__(self, initializer: Initializer, shared: bool = False):
         self.initializer = check_initializer("initializer", initializer)
         self.shared = shared
 
     @property
-    def seed(self) -> Any:
+    def seed(self) -> int | keras.random.SeedGenerator | None:
         """The initializer's seed, if it has one."""
         return getattr(self.initializer, "seed", None)
 
@@ -159,7 +160,7 @@ class PerExpert(keras.initializers.Initializer):
             values[index] = drawn
         return values
 
-    def tensor(self, shape: tuple[int, ...], dtype: str, stream: str) -> Any:
+    def tensor(self, shape: tuple[int, ...], dtype: str, stream: str) -> Tensor:
         """All experts, by an initializer that only makes tensors."""
         num_experts = shape[0]
         slices = [
@@ -245,7 +246,7 @@ def _generator(stream):
 
 
 def host_values(
-    initializer: Any, shape: tuple[int, ...], stream: str
+    initializer: Initializer, shape: tuple[int, ...], stream: str
 ) -> np.ndarray | None:
     """An initializer's values, float32; None where only itself can make them.
 

@@ -2,10 +2,11 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import keras
 from keras import ops, tree
+
+from keras_moe._types import Size, Tensor
 
 # The largest exponent for which real_power multiplies.
 _LARGEST_PRODUCT = 16
@@ -13,7 +14,7 @@ _LARGEST_PRODUCT = 16
 _TINY = 1.1754944e-38
 
 
-def custom_gradient(forward: Callable, backward: Callable, *inputs: Any) -> Any:
+def custom_gradient(forward: Callable, backward: Callable, *inputs: Tensor) -> Tensor:
     """`forward(*inputs)[0]`, differentiated by `backward`.
 
     `forward` returns `(outputs, residuals)`, and `backward(residuals, *upstream)` one
@@ -65,7 +66,7 @@ def on_several_devices() -> bool:
     return distribution is not None and distribution.device_mesh.devices.size > 1
 
 
-def vmap_groups(function: Callable, *arrays: Any) -> Any:
+def vmap_groups(function: Callable, *arrays: Tensor) -> Tensor:
     """`function(*arrays)`, vectorized over the groups on several devices.
 
     On one device, one flat table is fastest. On several, a partitioner would then
@@ -83,12 +84,12 @@ def vmap_groups(function: Callable, *arrays: Any) -> Any:
     return ops.vectorized_map(for_group, [x for x in arrays if x is not None])
 
 
-def max_along(x: Any, axis: int, keepdims: bool = False) -> Any:
+def max_along(x: Tensor, axis: int, keepdims: bool = False) -> Tensor:
     """`ops.max` along one axis; another axis may be empty."""
     return _reduce(ops.max, x, axis, keepdims)
 
 
-def min_along(x: Any, axis: int, keepdims: bool = False) -> Any:
+def min_along(x: Tensor, axis: int, keepdims: bool = False) -> Tensor:
     """`ops.min` along one axis; another axis may be empty."""
     return _reduce(ops.min, x, axis, keepdims)
 
@@ -99,14 +100,14 @@ def _reduce(reduce, x, axis, keepdims):
     return reduce(x, axis=axis, keepdims=keepdims)
 
 
-def take(table: Any, rows: Any) -> Any:
+def take(table: Tensor, rows: Tensor) -> Tensor:
     """`table[rows]`, also for an empty table and no rows."""
     if 0 not in tuple(table.shape):
         return ops.take(table, rows, axis=0)
     return ops.zeros((*ops.shape(rows), *table.shape[1:]), table.dtype)
 
 
-def take_along_axis(x: Any, indices: Any, axis: int) -> Any:
+def take_along_axis(x: Tensor, indices: Tensor, axis: int) -> Tensor:
     """`ops.take_along_axis` for indices of at least 0, which are broadcast to `x`."""
     if keras.backend.backend() != "torch":
         return ops.take_along_axis(x, indices, axis=axis)
@@ -115,7 +116,7 @@ def take_along_axis(x: Any, indices: Any, axis: int) -> Any:
     return torch.take_along_axis(x, indices, axis)
 
 
-def scatter(x: Any, places: Any, values: Any) -> Any:
+def scatter(x: Tensor, places: Tensor, values: Tensor) -> Tensor:
     """`x` (N,) with values (V,) at the places (V,)."""
     if keras.backend.backend() != "torch":
         return ops.scatter_update(x, ops.expand_dims(places, -1), values)
@@ -133,7 +134,7 @@ def is_transformed() -> bool:
     return _gradients_torch.is_transformed()
 
 
-def searchsorted(edges: Any, values: Any) -> Any:
+def searchsorted(edges: Tensor, values: Tensor) -> Tensor:
     """The number of sorted `edges` (N,) below each value (V,), int32."""
     if keras.backend.backend() != "torch":
         return ops.cast(ops.searchsorted(edges, values), "int32")
@@ -142,7 +143,9 @@ def searchsorted(edges: Any, values: Any) -> Any:
     return torch.searchsorted(edges, values)
 
 
-def top_values(values: Any, number: Any, stable: bool = True) -> tuple[Any, Any]:
+def top_values(
+    values: Tensor, number: Size, stable: bool = True
+) -> tuple[Tensor, Tensor]:
     """The largest values along the last axis, in falling order, and their indices.
 
     Ties go to the lowest index, unless `stable` is False.
@@ -158,7 +161,7 @@ def top_values(values: Any, number: Any, stable: bool = True) -> tuple[Any, Any]
     return best, ops.cast(index, "int32")
 
 
-def real_power(x: Any, exponent: float) -> Any:
+def real_power(x: Tensor, exponent: float) -> Tensor:
     """`x ** exponent` for x >= 0, by products or roots where they are cheaper."""
     x = ops.convert_to_tensor(x)
     if exponent == 0:
@@ -183,7 +186,7 @@ def is_product(exponent: float) -> bool:
     return exponent == int(exponent) and 1 <= exponent <= _LARGEST_PRODUCT
 
 
-def product(x: Any, exponent: int) -> Any:
+def product(x: Tensor, exponent: int) -> Tensor:
     """`x ** exponent` for an integer of at least 1, by repeated squaring."""
     power = None
     while exponent:

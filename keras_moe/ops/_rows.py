@@ -6,15 +6,14 @@ Axes: M rows of the table, R gathered rows, T tokens, K choices, D hidden; G gro
 group_size, N slots of a group.
 """
 
-from typing import Any
-
 import keras
 from keras import ops
 
+from keras_moe._types import DType, Size, Tensor
 from keras_moe.ops._primitives import custom_gradient, take
 
 
-def gather_rows(table: Any, rows: Any, readers: Any) -> Any:
+def gather_rows(table: Tensor, rows: Tensor, readers: Tensor) -> Tensor:
     """`table[rows]` (R, D), and zeros where `rows` is -1.
 
     `readers` (M, K) are the result's rows that read each row of the table, or -1.
@@ -25,7 +24,9 @@ def gather_rows(table: Any, rows: Any, readers: Any) -> Any:
     return gather_rows_reference(table, rows, readers)
 
 
-def combine_rows(table: Any, weights: Any, rows: Any, readers: Any) -> Any:
+def combine_rows(
+    table: Tensor, weights: Tensor, rows: Tensor, readers: Tensor
+) -> Tensor:
     """`sum over k of weights[:, k] * table[rows[:, k]]`, float32 (T, D).
 
     `weights`, `rows` are (T, K); `readers` (M,) is each table row's token, or -1.
@@ -45,7 +46,7 @@ def _kernels(table):
     return _gradients_torch if _gradients_torch.gathers_are_valid(table) else None
 
 
-def gather_rows_reference(table: Any, rows: Any, readers: Any) -> Any:
+def gather_rows_reference(table: Tensor, rows: Tensor, readers: Tensor) -> Tensor:
     """`gather_rows` by `keras.ops`."""
 
     def forward(table, rows, readers):
@@ -63,7 +64,9 @@ def gather_rows_reference(table: Any, rows: Any, readers: Any) -> Any:
     return custom_gradient(forward, backward, table, rows, readers)
 
 
-def combine_rows_reference(table: Any, weights: Any, rows: Any, readers: Any) -> Any:
+def combine_rows_reference(
+    table: Tensor, weights: Tensor, rows: Tensor, readers: Tensor
+) -> Tensor:
     """`combine_rows` by `keras.ops`."""
 
     def forward(table, weights, rows, readers):
@@ -98,7 +101,7 @@ def _rows_or_zeros(table, rows):
     return ops.where((rows >= 0)[:, None], chosen, 0.0)
 
 
-def gather_slots(tokens: Any, owners: Any) -> Any:
+def gather_slots(tokens: Tensor, owners: Tensor) -> Tensor:
     """The token (G, N, D) of each slot, zeros where `owners` (G, N) is -1.
 
     A token may be in the slots of all experts: the gradient is `add_slots`.
@@ -116,7 +119,7 @@ def gather_slots(tokens: Any, owners: Any) -> Any:
     return custom_gradient(forward, backward, tokens, owners)
 
 
-def add_slots(rows: Any, owners: Any, num_tokens: Any, dtype: Any) -> Any:
+def add_slots(rows: Tensor, owners: Tensor, num_tokens: Size, dtype: DType) -> Tensor:
     """The sum (G, S, D) of each token's float32 rows (G, N, D), cast to the dtype."""
     dtype = keras.backend.standardize_dtype(dtype)
     if not _has_slot_kernel(rows, owners, num_tokens):
@@ -137,7 +140,7 @@ def _gather_slots(tokens, owners):
     return ops.where((owners >= 0)[..., None], inputs, ops.zeros_like(inputs))
 
 
-def sum_slots(rows: Any, owners: Any, num_tokens: Any) -> Any:
+def sum_slots(rows: Tensor, owners: Tensor, num_tokens: Size) -> Tensor:
     """`add_slots` in the dtype of the rows."""
     rows = ops.where((owners >= 0)[..., None], rows, ops.zeros_like(rows))
     num_groups, dim = ops.shape(rows)[0], rows.shape[-1]

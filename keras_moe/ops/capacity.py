@@ -6,11 +6,11 @@ Axes: G groups, S group_size, E experts, C capacity, K selected experts.
 import math
 import numbers
 from fractions import Fraction
-from typing import Any
 
 from keras import ops
 
 from keras_moe._checks import check_integer, check_one_of, check_positive
+from keras_moe._types import Size, Tensor
 from keras_moe.ops.expert_types import ExpertTypes
 
 ROUNDINGS = {"ceil": (math.ceil, ops.ceil), "round": (round, ops.round)}
@@ -19,13 +19,13 @@ LARGEST_DENOMINATOR = 10**9
 
 
 def expert_capacity(
-    num_tokens: Any,
+    num_tokens: Size,
     num_experts: int,
     capacity_factor: float,
     num_selected_experts: int = 1,
     rounding: str = "ceil",
     multiple_of: int | None = None,
-) -> Any:
+) -> Tensor:
     """The capacity C = S K c / E, rounded as the V-MoE code rounds it.
 
     It multiplies from left to right in float64; `"round"` rounds halves to even. The
@@ -62,14 +62,14 @@ def expert_capacity(
 
 
 def heterogeneous_capacity(
-    num_tokens: Any,
+    num_tokens: Size,
     expert_types: ExpertTypes,
     tau: float,
     capacity_factor: float,
     num_selected_experts: int = 1,
     rounding: str = "ceil",
     multiple_of: int | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Tensor, Tensor]:
     """The capacities of FFN and of zero-computation experts, equation 8 of *MoE++*.
 
     With T assignments, gamma T / (tau N_FFN + N_ZC) for a zero-computation expert, and

@@ -7,12 +7,13 @@ With q = 1 / (alpha - 1) and z = (alpha - 1) * (logits - max(logits)),
 Axes: N logits, the last axis.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 from keras import ops
 
 from keras_moe._checks import check_number
+from keras_moe._types import Tensor
 from keras_moe.ops._primitives import custom_gradient, max_along, real_power
 
 # Newton's steps up to an alpha, for at most 512 logits and for more; each step doubles
@@ -30,7 +31,7 @@ _STEPS = (
 _MANY = 512
 
 
-def entmax(logits: Any, alpha: float = 1.5, axis: int = -1) -> Any:
+def entmax(logits: Tensor, alpha: float = 1.5, axis: int = -1) -> Tensor:
     """The alpha-entmax of logits: a distribution with zeros and an exact gradient.
 
     `p_i = max((alpha - 1) z_i - tau, 0) ** (1 / (alpha - 1))` with the threshold tau at
@@ -71,12 +72,12 @@ def entmax(logits: Any, alpha: float = 1.5, axis: int = -1) -> Any:
 class Source(NamedTuple):
     """Scores (..., N), their maximum and tau (..., 1), which give 1.5-entmax again."""
 
-    scores: Any
-    top: Any
-    tau: Any
+    scores: Tensor
+    top: Tensor
+    tau: Tensor
 
 
-def entmax15_and_source(scores: Any) -> tuple[Any, Source]:
+def entmax15_and_source(scores: Tensor) -> tuple[Tensor, Source]:
     """1.5-entmax over the last axis, whose gradient keeps the scores, and no gates.
 
     It saves memory where scores are kept anyway: tau makes recomputing gates cheap.
@@ -94,7 +95,7 @@ def entmax15_and_source(scores: Any) -> tuple[Any, Source]:
     return gates, Source(scores, top, tau)
 
 
-def gates_again(source: Source) -> Any:
+def gates_again(source: Source) -> Tensor:
     """The gates of a source, with the gradient of entmax."""
 
     def forward(*source):
@@ -107,7 +108,7 @@ def gates_again(source: Source) -> Any:
     return custom_gradient(forward, backward, *source)
 
 
-def solve(scores: Any, alpha: float) -> tuple[Any, Any, Any]:
+def solve(scores: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor]:
     """The gates of the last axis, the largest score, and tau; without a gradient."""
     few, many = next(steps for limit, *steps in _STEPS if alpha <= limit)
     count = scores.shape[-1]
@@ -126,7 +127,9 @@ def entmax_power(alpha: float) -> float:
     return float(round(power)) if abs(power - round(power)) < 1e-9 else power
 
 
-def solve_reference(scores: Any, alpha: float, steps: int) -> tuple[Any, Any, Any]:
+def solve_reference(
+    scores: Tensor, alpha: float, steps: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """`solve` by `keras.ops`, in a given number of Newton's steps.
 
     |max(z - tau, 0)|_q = 1 is convex in tau: steps from below cannot overshoot.
@@ -145,7 +148,7 @@ def solve_reference(scores: Any, alpha: float, steps: int) -> tuple[Any, Any, An
     return gates_at(scores, top, tau, alpha), top, tau
 
 
-def gates_at(scores: Any, top: Any, tau: Any, alpha: float) -> Any:
+def gates_at(scores: Tensor, top: Tensor, tau: Tensor, alpha: float) -> Tensor:
     """The entmax at a threshold that `solve` found."""
     if keras.backend.backend() == "torch":
         from keras_moe.ops.kernels import _nn_torch
@@ -159,7 +162,7 @@ def gates_at(scores: Any, top: Any, tau: Any, alpha: float) -> Any:
     return gates / ops.sum(gates, axis=-1, keepdims=True)
 
 
-def entmax_gradient(gates: Any, upstream: Any, alpha: float) -> Any:
+def entmax_gradient(gates: Tensor, upstream: Tensor, alpha: float) -> Tensor:
     """The gradient in the logits of `entmax` over the last axis."""
     if keras.backend.backend() == "torch":
         from keras_moe.ops.kernels import _nn_torch
@@ -170,7 +173,7 @@ def entmax_gradient(gates: Any, upstream: Any, alpha: float) -> Any:
     return entmax_gradient_reference(gates, upstream, alpha)
 
 
-def entmax_gradient_reference(gates: Any, upstream: Any, alpha: float) -> Any:
+def entmax_gradient_reference(gates: Tensor, upstream: Tensor, alpha: float) -> Tensor:
     """`entmax_gradient` by `keras.ops`, which has a gradient itself."""
     gates, upstream = map(ops.convert_to_tensor, (gates, upstream))
     # p ** (2 - alpha) of the chosen entries.

@@ -4,16 +4,16 @@ Axes: R rows, E experts, D hidden, H mlp.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import keras
 from keras import ops
 
 from keras_moe._checks import fits_shape
+from keras_moe._types import Size, Tensor
 from keras_moe.ops.kernels._block_loops import Weights
 
 
-def grouped_matmul(rows: Any, kernels: Any, group_sizes: Any) -> Any:
+def grouped_matmul(rows: Tensor, kernels: Tensor, group_sizes: Tensor) -> Tensor:
     """Multiplies each row by the kernel of its expert; the rows are sorted by expert.
 
     Args:
@@ -43,17 +43,17 @@ def grouped_matmul(rows: Any, kernels: Any, group_sizes: Any) -> Any:
 
 
 def grouped_mlp(
-    rows: Any,
-    group_sizes: Any,
-    hidden_kernel: Any,
-    output_kernel: Any,
+    rows: Tensor,
+    group_sizes: Tensor,
+    hidden_kernel: Tensor,
+    output_kernel: Tensor,
     *,
     activation: Callable,
-    hidden_bias: Any = None,
-    output_bias: Any = None,
-    gate_kernel: Any = None,
-    gate_bias: Any = None,
-) -> Any:
+    hidden_bias: Tensor | None = None,
+    output_bias: Tensor | None = None,
+    gate_kernel: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+) -> Tensor:
     """Puts each row through the MLP of its expert; the rows are sorted by expert.
 
     `output(activation(hidden(x)))`, or with a gate `output(activation(gate(x)) *
@@ -106,7 +106,7 @@ def grouped_mlp(
     return _kernels().grouped_mlp(rows, group_sizes, weights, activation)
 
 
-def row_experts(group_sizes: Any, num_rows: Any) -> Any:
+def row_experts(group_sizes: Tensor, num_rows: Size) -> Tensor:
     """The expert of each row, for rows sorted by expert; the last for padding."""
     rows = ops.arange(num_rows, dtype="int32")
     experts = ops.searchsorted(ops.cumsum(group_sizes), rows, side="right")

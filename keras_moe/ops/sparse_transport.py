@@ -7,12 +7,12 @@ side (experts or tokens), m the other side.
 """
 
 import functools
-from typing import Any
 
 import keras
 from keras import ops
 
 from keras_moe._checks import check_integer, check_one_of, check_positive
+from keras_moe._types import Size, Tensor
 from keras_moe.ops._primitives import max_along, min_along, take_along_axis, top_values
 from keras_moe.ops.transport import Transport, check_matrix, token_mass, with_marginals
 
@@ -32,13 +32,13 @@ FULL_SHRINK = 0.5
 
 
 def sparse_transport(
-    utility: Any,
+    utility: Tensor,
     side: str = "expert",
-    max_nonzeros: Any = None,
+    max_nonzeros: Size | None = None,
     solver: str = "newton",
     iterations: int | None = None,
     learning_rate: float = 0.01,
-    mask: Any = None,
+    mask: Tensor | None = None,
 ) -> Transport:
     """The transport plan of largest utility among those with few nonzeros.
 
@@ -110,15 +110,15 @@ def sparse_transport(
 
 
 def potentials(
-    values: Any,
-    mass: Any,
-    target: Any,
+    values: Tensor,
+    mass: Tensor,
+    target: Tensor,
     side: str,
-    max_nonzeros: Any,
+    max_nonzeros: Size | None,
     solver: str,
     iterations: int,
     learning_rate: float = 0.01,
-) -> tuple[Any, tuple | None]:
+) -> tuple[Tensor, tuple[Tensor, ...] | None]:
     """Minimises the semi-dual."""
     if solver == "adam":
         arguments = (max_nonzeros, iterations, learning_rate)
@@ -129,8 +129,13 @@ def potentials(
 
 
 def semi_dual(
-    potential: Any, values: Any, allowed: Any, mass: Any, target: Any, max_nonzeros: Any
-) -> Any:
+    potential: Tensor,
+    values: Tensor,
+    allowed: Tensor,
+    mass: Tensor,
+    target: Tensor,
+    max_nonzeros: Size | None,
+) -> Tensor:
     """The objective that solvers minimise: a bound on the worth of the best plan."""
     values = values + potential
     plan = project(values, allowed, mass, max_nonzeros)
@@ -139,8 +144,12 @@ def semi_dual(
 
 
 def project(
-    values: Any, allowed: Any, mass: Any, max_nonzeros: Any, guess: tuple | None = None
-) -> Any:
+    values: Tensor,
+    allowed: Tensor,
+    mass: Tensor,
+    max_nonzeros: Size | None,
+    guess: tuple[Tensor, ...] | None = None,
+) -> Tensor:
     """Projects on plans of the given mass along the last axis, with few nonzeros.
 
     The result is the projection on the simplex of the largest `max_nonzeros` allowed
@@ -164,8 +173,11 @@ def project(
 
 
 def nonzero_threshold(
-    values: Any, number: Any, guess: Any = None, width: Any = None
-) -> Any:
+    values: Tensor,
+    number: Size,
+    guess: Tensor | None = None,
+    width: Tensor | None = None,
+) -> Tensor:
     """A threshold with at most `number` values of a row above it, fewer for ties."""
     if guess is None and isinstance(number, int) and number <= 4:
         # The largest of the rest, `number` times: a search is slow for many rows.
@@ -466,7 +478,9 @@ def _curvature(curved, mixed, slope, stiffness):
     return whole + _diagonal(1e-2 * damping + 1e-6)
 
 
-def newton_of_tokens(values: Any, mass: Any, max_nonzeros: Any, iterations: int) -> Any:
+def newton_of_tokens(
+    values: Tensor, mass: Tensor, max_nonzeros: Size | None, iterations: int
+) -> Tensor:
     """Newton's method on the token side's semi-dual, the potentials (G, 1, E).
 
     The gradient is the exact one. Its derivative counts the tokens about to exchange
@@ -569,13 +583,13 @@ def _diagonal(entries):
 
 
 def adam(
-    values: Any,
-    mass: Any,
-    target: Any,
-    max_nonzeros: Any,
+    values: Tensor,
+    mass: Tensor,
+    target: Tensor,
+    max_nonzeros: Size | None,
     iterations: int,
     learning_rate: float,
-) -> Any:
+) -> Tensor:
     """Minimises the semi-dual from zero until its gradient's norm is at most 1e-3."""
     allowed = (values > FORBIDDEN) & (target > 0)
     beta1, beta2 = 0.9, 0.999

@@ -13,10 +13,12 @@ all layers of its expert, so that its hidden rows stay in a cache.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 from keras import ops
+
+from keras_moe._types import Size, Tensor
 
 # Block sizes over the mean number of rows of an expert. They are closest where
 # near-balanced loads lie: there 4 to 7% of the matmuls' rows are waste, at skewed loads
@@ -38,8 +40,8 @@ def block_sizes(num_rows: int | None, num_experts: int) -> tuple[int, ...]:
 
 
 def cut_into_blocks(
-    group_sizes: Any, sizes: tuple[int, ...], num_rows: Any
-) -> tuple[Any, Any]:
+    group_sizes: Tensor, sizes: tuple[int, ...], num_rows: Size
+) -> tuple[Tensor, Tensor]:
     """Cuts every expert's rows into blocks, the longest possible ones first.
 
     Returns each block's expert, first and last row, (N, 3), sorted by size, and the
@@ -150,7 +152,7 @@ def write(outputs, at, own, values):
     return ops.slice_update(outputs, (at, 0), ops.where(own, values, old))
 
 
-def matmul_forward(rows: Any, kernels: Any, group_sizes: Any) -> Any:
+def matmul_forward(rows: Tensor, kernels: Tensor, group_sizes: Tensor) -> Tensor:
     """Each row times the kernel of its expert."""
     num_experts, _, width = kernels.shape
     sizes = block_sizes(rows.shape[0], num_experts)
@@ -166,8 +168,8 @@ def matmul_forward(rows: Any, kernels: Any, group_sizes: Any) -> Any:
 
 
 def matmul_backward(
-    rows: Any, kernels: Any, group_sizes: Any, upstream: Any
-) -> tuple[Any, Any]:
+    rows: Tensor, kernels: Tensor, group_sizes: Tensor, upstream: Tensor
+) -> tuple[Tensor, Tensor]:
     """The gradients of `matmul_forward` in the rows and the kernels."""
     num_experts, dim, width = kernels.shape
     sizes = block_sizes(rows.shape[0], num_experts)
@@ -202,12 +204,12 @@ def matmul_backward(
 class Weights(NamedTuple):
     """The weights of all experts, or of one; None where there is no such weight."""
 
-    hidden_kernel: Any
-    output_kernel: Any
-    hidden_bias: Any
-    output_bias: Any
-    gate_kernel: Any
-    gate_bias: Any
+    hidden_kernel: Tensor
+    output_kernel: Tensor
+    hidden_bias: Tensor
+    output_bias: Tensor
+    gate_kernel: Tensor
+    gate_bias: Tensor
 
     def linear(self, name, x):
         """One layer of one expert."""
@@ -231,8 +233,12 @@ def activate(activation, hidden, gate=None):
 
 
 def mlp_forward(
-    rows: Any, group_sizes: Any, weights: Weights, activation: Callable, keep: bool
-) -> tuple[Any, tuple]:
+    rows: Tensor,
+    group_sizes: Tensor,
+    weights: Weights,
+    activation: Callable,
+    keep: bool,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Outputs (R, D) of the experts' MLPs, and activation inputs (R, H) if `keep`."""
     num_experts, _, width = weights.hidden_kernel.shape
     sizes = block_sizes(rows.shape[0], num_experts)
@@ -257,14 +263,14 @@ def mlp_forward(
 
 
 def mlp_backward(
-    rows: Any,
-    group_sizes: Any,
+    rows: Tensor,
+    group_sizes: Tensor,
     weights: Weights,
     kept: tuple,
-    upstream: Any,
+    upstream: Tensor,
     activation: Callable,
     vjp: Callable,
-) -> tuple[Any, Weights]:
+) -> tuple[Tensor, Weights]:
     """The gradients of `mlp_forward` in rows and weights; `vjp` is the backend's."""
     num_experts = weights.hidden_kernel.shape[0]
     sizes = block_sizes(rows.shape[0], num_experts)

@@ -10,7 +10,6 @@ group, D hidden. In attention: B batch, N queries, M keys, h heads, d head size.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,7 @@ def fill_slots(
     rank: jax.Array | None,
     num_experts: int,
     num_slotted: int,
-    capacity: Any,
+    capacity: int | jax.Array,
     other: Callable,
 ) -> tuple[jax.Array, jax.Array]:
     """`token_choice.fill_slots`; `other` does the same on other platforms."""
@@ -142,7 +141,7 @@ def by_matmul(rows, owners, num_tokens):
 # Attention.
 
 
-def attend(query: Any, key: Any, value: Any, scale: float, mask: Any = None) -> Any:
+def attend(query, key, value, scale: float, mask=None) -> jax.Array:
     """See `keras_moe.ops._nn.attend`; keeps one bfloat16 array of weights."""
     return _attend(scale, query, key, value, mask)
 
