@@ -5,21 +5,29 @@ import importlib
 import inspect
 import itertools
 import numbers
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
+
+from keras_moe._types import Config, Size, Tensor
+
+T = TypeVar("T")
 
 # The largest seed that NumPy and `keras.utils.set_random_seed` accept.
 LARGEST_SEED = 2**32 - 1
 
 
-def _expect(fits: Any, what: str, name: str, value: Any) -> None:
+def _unfit(what: str, name: str, value: object) -> ValueError:
+    return ValueError(f"Expected {what}; received: {name}={value!r}")
+
+
+def _expect(fits: object, what: str, name: str, value: object) -> None:
     """Raises ValueError for a value of this name that does not fit."""
     if not fits:
-        raise ValueError(f"Expected {what}; received: {name}={value!r}")
+        raise _unfit(what, name, value)
 
 
 def check_integer(
@@ -32,33 +40,38 @@ def check_integer(
     """Returns `value` as an int within the bounds; None passes if `optional`."""
     if optional and value is None:
         return None
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_integer or value < minimum or (maximum is not None and value > maximum):
+    number = _integer(value)
+    if number is None or number < minimum or (maximum is not None and number > maximum):
         bounds = f"{name} >= {minimum}"
         if maximum is not None:
             bounds = f"{minimum} <= {name} <= {maximum}"
-        _expect(False, f"{name} to be an integer, {bounds}", name, value)
-    return int(value)
+        raise _unfit(f"{name} to be an integer, {bounds}", name, value)
+    return number
 
 
-def check_seed(name: str, seed: Any) -> int | None:
+def _integer(value):
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return int(value) if is_integer else None
+
+
+def check_seed(name: str, seed: object) -> int | None:
     """Returns `seed`; it must be None or an integer valid for all random generators."""
     return check_integer(name, seed, 0, LARGEST_SEED, optional=True)
 
 
-def check_selected(num_selected_experts: Any, num_experts: int) -> int:
+def check_selected(num_selected_experts: object, num_experts: int) -> int:
     """Returns `num_selected_experts` as an int in [1, `num_experts`]."""
     return check_integer("num_selected_experts", num_selected_experts, 1, num_experts)
 
 
-def check_indices(name: str, values: Any, count: int) -> set[int]:
+def check_indices(name: str, values: object, count: int) -> set[int]:
     """Returns the set of `values`, which must be integers below `count`."""
-    fits = isinstance(values, Iterable)
-    _expect(fits, f"{name} to be a sequence of integers", name, values)
+    if not isinstance(values, Iterable):
+        raise _unfit(f"{name} to be a sequence of integers", name, values)
     return {check_integer(name, value, 0, count - 1) for value in values}
 
 
-def _positive_integers(value, count):
+def _positive_integers(value: Any, count: int) -> Any:
     """A sequence of so many positive integers as a tuple, or None."""
     try:
         values = tuple(check_integer("size", size) for size in value)
@@ -67,22 +80,25 @@ def _positive_integers(value, count):
     return values if len(values) == count else None
 
 
-def check_pair(name: str, value: Any) -> tuple[int, int]:
+def check_pair(name: str, value: object) -> tuple[int, int]:
     """Returns `value`, a positive integer or a pair of them, as a pair."""
     values = _positive_integers((value, value), 2) or _positive_integers(value, 2)
-    _expect(values, f"{name} to be a positive integer or a pair of them", name, value)
+    if values is None:
+        expected = f"{name} to be a positive integer or a pair of them"
+        raise _unfit(expected, name, value)
     return values
 
 
-def check_image_shape(image_shape: Any) -> tuple[int, int, int]:
+def check_image_shape(image_shape: object) -> tuple[int, int, int]:
     """Returns `image_shape` as a tuple (height, width, channels)."""
     sizes = _positive_integers(image_shape, 3)
-    expected = "image_shape (height, width, channels) of positive integers"
-    _expect(sizes, expected, "image_shape", image_shape)
+    if sizes is None:
+        expected = "image_shape (height, width, channels) of positive integers"
+        raise _unfit(expected, "image_shape", image_shape)
     return sizes
 
 
-def head_size(num_heads: Any, hidden_dim: int) -> int:
+def head_size(num_heads: object, hidden_dim: int) -> int:
     """Returns the size of each attention head; `num_heads` must divide `hidden_dim`."""
     if hidden_dim % check_integer("num_heads", num_heads):
         raise ValueError(
@@ -122,30 +138,32 @@ def check_dropout(name: str, rate: float) -> float:
 
 def _is_finite(value):
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return is_number and -float("inf") < value < float("inf")
+    return is_number and abs(value) < float("inf")
 
 
-def check_bool(name: str, value: Any) -> bool:
+def check_bool(name: str, value: object) -> bool:
     """Returns `value`; it must be True or False."""
-    _expect(isinstance(value, bool), f"{name} to be True or False", name, value)
+    if not isinstance(value, bool):
+        raise _unfit(f"{name} to be True or False", name, value)
     return value
 
 
-def check_string(name: str, value: Any) -> str:
+def check_string(name: str, value: object) -> str:
     """Returns `value`; it must be a string."""
-    _expect(isinstance(value, str), f"{name} to be a string", name, value)
+    if not isinstance(value, str):
+        raise _unfit(f"{name} to be a string", name, value)
     return value
 
 
-def check_one_of(name: str, value: Any, allowed: Any) -> Any:
+def check_one_of(name: str, value: T, allowed: Collection) -> T:
     """Returns `value`; it must be one of `allowed`."""
     if value not in allowed:
-        _expect(False, f"{name} to be one of {tuple(allowed)}", name, value)
+        raise _unfit(f"{name} to be one of {tuple(allowed)}", name, value)
     return value
 
 
 def check_class_labels(
-    labels: Any, num_classes: int, ignored: int | None = None
+    labels: object, num_classes: int, ignored: int | None = None
 ) -> None:
     """Validates the range of class labels given as a NumPy array."""
     if not isinstance(labels, np.ndarray) or labels.dtype.kind not in "iufb":
@@ -164,7 +182,7 @@ def check_class_labels(
         )
 
 
-def check_mask(name: str, mask: Any, *shapes: tuple) -> Any:
+def check_mask(name: str, mask: Any, *shapes: Sequence) -> Tensor | None:
     """Returns `mask` as an array or tensor; it must have one of the shapes."""
     if mask is None:
         return None
@@ -173,7 +191,7 @@ def check_mask(name: str, mask: Any, *shapes: tuple) -> Any:
     return mask
 
 
-def check_ids(name: str, ids: Any, shape: tuple) -> None:
+def check_ids(name: str, ids: Any, shape: Sequence) -> None:
     """Validates that `ids` are integers of this shape."""
     if ids is not None:
         ids = ids if hasattr(ids, "dtype") else np.asarray(ids)
@@ -192,14 +210,14 @@ def _check_like(name, value, shapes, kinds, expected):
         )
 
 
-def fits_shape(received: Any, expected: Any) -> bool:
+def fits_shape(received: Sequence, expected: Sequence) -> bool:
     """Whether shapes are equal; unknown sizes match any other."""
     return len(received) == len(expected) and all(
         a == b or None in (a, b) for a, b in zip(received, expected)
     )
 
 
-def check_disjoint(name: str, pools: Any) -> None:
+def check_disjoint(name: str, pools: Iterable[Iterable[int]] | None) -> None:
     """Validates that no two sequences share a value."""
     values = [value for pool in pools or () for value in {*pool}]
     if len(set(values)) < len(values):
@@ -208,13 +226,13 @@ def check_disjoint(name: str, pools: Any) -> None:
         )
 
 
-def check_path(name: str, path: Any) -> Any:
+def check_path(name: str, path: T) -> T:
     """Returns `path`; rejects NUL, for which Python's error does not name the path."""
     _expect("\0" not in str(path), "a path without NUL", name, str(path))
     return path
 
 
-def check_dtype(name: str, dtype: Any) -> Any:
+def check_dtype(name: str, dtype: T) -> T:
     """Returns `dtype`; it must be a Keras dtype policy, its name or config, or None."""
     try:
         keras.dtype_policies.get(dtype)
@@ -226,7 +244,7 @@ def check_dtype(name: str, dtype: Any) -> Any:
     return dtype
 
 
-def check_initializer(name: str, value: Any) -> Any:
+def check_initializer(name: str, value: object) -> keras.initializers.Initializer:
     """Returns an initializer given as object, name or config."""
     try:
         initializer = keras.initializers.get(value)
@@ -237,7 +255,9 @@ def check_initializer(name: str, value: Any) -> Any:
     return initializer
 
 
-def check_affinity(affinity: Any, gates: Any, capacity: Any, mask: Any) -> None:
+def check_affinity(
+    affinity: Tensor, gates: Tensor, capacity: Size | None, mask: Tensor | None
+) -> None:
     """Validates the shapes of an allocation's arguments and a static capacity."""
     if len(affinity.shape) != 3 or tuple(gates.shape) != tuple(affinity.shape):
         raise ValueError(
@@ -265,7 +285,7 @@ def import_extra(module: str, message: str) -> ModuleType:
 
 def outer_stack_level() -> int:
     """The `stacklevel` of a warning for the first caller outside of this and Keras."""
-    level, frame = 1, inspect.currentframe().f_back
+    level, frame = 0, inspect.currentframe()
     inner = ("keras_moe", "keras", "keras_hub")
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in inner:
         level, frame = level + 1, frame.f_back
@@ -283,7 +303,7 @@ def argument_names(cls: type) -> list[str]:
     ]
 
 
-def argument_values(instance: Any, base: type) -> dict[str, Any]:
+def argument_values(instance: object, base: type) -> Config:
     """Returns the attributes named like constructor arguments of classes below `base`.
 
     A subclass may store an argument elsewhere, and add it to the config.

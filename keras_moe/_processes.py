@@ -2,23 +2,19 @@
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
 
 from keras_moe._compat import serving
+from keras_moe._types import Structure
+
+T = TypeVar("T")
 
 
 def process_shard() -> tuple[int, int]:
-    """Returns JAX's process index and count, or (0, 1), as `shard` of data pipelines.
-
-    Example:
-
-    >>> from keras_moe._processes import process_shard
-    >>> process_shard()
-    (0, 1)
-    """
+    """Returns JAX's process index and count, or (0, 1), as data pipelines' `shard`."""
     if keras.backend.backend() != "jax":
         return 0, 1
     from keras_moe._backends.jax import process_shard as shard
@@ -43,7 +39,7 @@ def rank_and_world_size() -> tuple[int, int]:
     return process_shard()
 
 
-def checked_all_gather(work: Callable[[], Any]) -> list[Any]:
+def checked_all_gather(work: Callable[[], T]) -> list[T]:
     """Calls a function in each process and returns all results.
 
     If it fails in one process, all raise instead of waiting for it in the next step.
@@ -74,7 +70,7 @@ def checked_all_gather(work: Callable[[], Any]) -> list[Any]:
 _ERRORS = {"ValueError": ValueError, "OSError": OSError}
 
 
-def broadcast_from_primary(work: Callable[[], Any]) -> Any:
+def broadcast_from_primary(work: Callable[[], T]) -> T:
     """Calls a function in the primary process and returns its result in all."""
     is_primary = rank_and_world_size()[0] == 0
     return checked_all_gather(work if is_primary else lambda: None)[0]
@@ -89,7 +85,7 @@ def batch_devices() -> int:
     return dict(zip(mesh.axis_names, mesh.shape))[distribution.batch_dim_name]
 
 
-def gathered_batch(batch: Any) -> Any:
+def gathered_batch(batch: Structure) -> Any:
     """Concatenates the processes' parts of a batch."""
     batch = keras.tree.map_structure(np.asarray, batch)
     if any(array.dtype.hasobject for array in keras.tree.flatten(batch)):
@@ -107,7 +103,9 @@ def gathered_batch(batch: Any) -> Any:
     return keras.tree.map_structure(gather, batch)
 
 
-def predict_batch(model: keras.Model, inputs: Any, size: int | None = None) -> Any:
+def predict_batch(
+    model: keras.Model, inputs: Structure, size: int | None = None
+) -> Any:
     """`model.predict_on_batch` that returns the whole outputs in every process."""
     distribution = keras.distribution.distribution()
     if distribution is None:

@@ -1,5 +1,6 @@
 """`auto`: a `keras.distribution` object for a model."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -16,9 +17,9 @@ INSTEAD = {
 
 
 def auto(
-    model_or_preset: Any,
-    devices: Any = None,
-    expert_parallel: Any = None,
+    model_or_preset: object,
+    devices: Sequence[object] | None = None,
+    expert_parallel: int | str | None = None,
     model_parallel: int = 1,
     batch_size: int | None = None,
     auto_shard_dataset: bool = True,
@@ -114,7 +115,7 @@ def _mesh(sizes, devices):
     )
 
 
-def gathered(variable: Any) -> np.ndarray:
+def gathered(variable: keras.Variable) -> np.ndarray:
     """Returns the full value of a distributed variable as an array on every process.
 
     All processes must call this for the same variables in the same order. The full

@@ -120,8 +120,8 @@ class CompiledCosts(NamedTuple):
             f"{self.heading} ({self.num_devices} devices)",
             memory_table(self.memory, {"the device": self.capacity}),
         ]
-        if self.seconds is not None:
-            shown.append(self._time_table())
+        if self.seconds is not None and self.step_seconds is not None:
+            shown.append(self._time_table(self.seconds, self.step_seconds))
         if sent:
             columns = ("kind", "number", "GB")
             shown.append(numbers_table("collectives on a device", columns, sent))
@@ -130,15 +130,13 @@ class CompiledCosts(NamedTuple):
         for each in (*shown, *self._remarks()):
             console.print(each, highlight=False, soft_wrap=isinstance(each, str))
 
-    def _time_table(self):
-        slowest = self.step_seconds[1]
+    def _time_table(self, seconds, steps):
         times = {
-            part: (f"{1e3 * seconds:.2f}", f"{seconds / slowest:.0%}")
-            for part, seconds in self.seconds.items()
+            part: (f"{1e3 * time:.2f}", f"{time / steps[1]:.0%}")
+            for part, time in seconds.items()
         }
         total = {
-            name: (f"{1e3 * seconds:.2f}", "")
-            for name, seconds in zip(STEP_NAMES, self.step_seconds)
+            name: (f"{1e3 * time:.2f}", "") for name, time in zip(STEP_NAMES, steps)
         }
         total["model FLOPs utilisation"] = ("", self.utilization_text)
         return numbers_table("time of a step", ("part", "ms", "share"), times, total)
@@ -186,11 +184,11 @@ class CompiledCosts(NamedTuple):
 
 
 def compiled_costs(
-    model_or_preset: Any,
+    model_or_preset: object,
     topology: str,
     batch_size: int,
     step: str = "train",
-    expert_parallel: Any = None,
+    expert_parallel: int | str | None = None,
     model_parallel: int = 1,
     dtype: str | None = None,
     num_classes: int | None = None,
@@ -280,7 +278,7 @@ def compiled_costs(
                 else:
                     change = None
                 if not fit or change is None:
-                    message = _too_large(*error.args, name, topology, size, kept, fit)
+                    message = _too_large(error, name, topology, size, kept, fit)
                     raise ValueError(message) from error
                 changes |= change
     return _costs(name, topology, len(devices), step, size, flops, compiled, changes)
@@ -302,7 +300,8 @@ def _check_topology(topology):
     raise ValueError(f"Expected {allowed}; received: topology={topology!r}")
 
 
-def _too_large(needed, capacity, name, topology, size, keeps_activations, tried):
+def _too_large(error, name, topology, size, keeps_activations, tried):
+    needed, capacity = error.args
     more = ", with rematerialize=True" if keeps_activations else ""
     more += "" if tried else " (fit=True tries)"
     return (

@@ -7,6 +7,7 @@ import math
 import re
 from typing import Any, NamedTuple
 
+import keras
 from rich.console import Console
 from rich.table import Table
 
@@ -174,11 +175,11 @@ def numbers_table(
 
 
 def costs(
-    model_or_preset: Any,
+    model_or_preset: object,
     num_devices: int,
     batch_size: int,
-    chip: Any = "tpu_v4",
-    expert_parallel: Any = None,
+    chip: str | Chip = "tpu_v4",
+    expert_parallel: int | str | None = None,
     model_parallel: int = 1,
     optimizer: str = "adam",
     dtype: str = "bfloat16",
@@ -415,7 +416,7 @@ class _BlockShare(NamedTuple):
     `grouped` is the image's part of `sequences`, the unit of group sizes.
     """
 
-    block: Any
+    block: keras.layers.Layer
     examples: int
     batch_size: int
     sequences: tuple[int, ...]

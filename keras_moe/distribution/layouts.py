@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import keras
+
 from keras_moe._checks import check_integer
 from keras_moe.layers import MLP, CausalAttention, MoE, SelfAttention
 from keras_moe.models.loading.blueprint import resolve
@@ -78,9 +80,9 @@ class Layouts(NamedTuple):
 
 
 def layouts(
-    model_or_preset: Any,
+    model_or_preset: object,
     num_devices: int,
-    expert_parallel: Any = None,
+    expert_parallel: int | str | None = None,
     model_parallel: int = 1,
     batch_size: int | None = None,
     load_weights: bool = True,
@@ -112,7 +114,7 @@ def layouts(
 def layouts_of_blocks(
     blocks: list,
     num_devices: int,
-    expert_parallel: Any = None,
+    expert_parallel: int | str | None = None,
     model_parallel: int = 1,
     batch_size: int | None = None,
 ) -> Layouts:
@@ -171,7 +173,7 @@ def layouts_of_blocks(
     )
 
 
-def split_parts(block: Any) -> Iterator[tuple[str, Any]]:
+def split_parts(block: keras.layers.Layer) -> Iterator[tuple[str, keras.layers.Layer]]:
     """Yields the layers of a block that can be split, with their kinds."""
     if isinstance(block.token_mixer, (SelfAttention, CausalAttention)):
         yield "attention", block.token_mixer

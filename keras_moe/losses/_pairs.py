@@ -6,6 +6,8 @@ them. The loop is over texts, so that each of several devices keeps its own imag
 Axes: B pairs, C texts of a chunk, D embedding, P texts with padding to full chunks.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from keras import ops
@@ -33,7 +35,7 @@ class Pairs(NamedTuple):
     texts: Tensor
     weights: Tensor
     counted: Tensor
-    keys: tuple
+    keys: tuple[Tensor, ...]
 
 
 def check_similarity(similarity_dtype: str, chunk_size: int | None) -> int | None:
@@ -82,13 +84,13 @@ def pairs_of(
     )
 
 
-def positives(keys: tuple, other_keys: tuple) -> Tensor:
+def positives(keys: Sequence[Tensor], other_keys: Sequence[Tensor]) -> Tensor:
     """Whether each of B images and each of C texts are positives, boolean (B, C)."""
-    positive = False
-    for key, other in zip(keys, other_keys):
-        same = ops.equal(ops.expand_dims(key, 1), ops.expand_dims(other, 0))
-        positive = same if positive is False else ops.logical_or(positive, same)
-    return positive
+    same = [
+        ops.equal(ops.expand_dims(key, 1), ops.expand_dims(other, 0))
+        for key, other in zip(keys, other_keys)
+    ]
+    return functools.reduce(ops.logical_or, same)
 
 
 def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:
@@ -159,8 +161,8 @@ class Chunks:
 
 def sigmoid_losses(
     pairs: Pairs,
-    logit_scale: float | Tensor,
-    logit_bias: float | Tensor,
+    logit_scale: Tensor,
+    logit_bias: Tensor,
     chunk_size: int,
 ) -> Tensor:
     """The sigmoid losses of images in chunks, float32 (B,)."""
@@ -204,7 +206,7 @@ def sigmoid_losses(
 
 
 def softmax_losses(
-    pairs: Pairs, logit_scale: float | Tensor, chunk_size: int
+    pairs: Pairs, logit_scale: Tensor, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
     """The softmax losses of images and of texts in chunks, float32 (B,) each."""
     of_images, of_texts, *_ = custom_gradient(

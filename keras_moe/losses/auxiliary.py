@@ -37,7 +37,7 @@ class _Function(NamedTuple):
     """
 
     compute: Callable[..., Tensor]
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     reads: tuple[str, ...] = ()
 
 
@@ -79,7 +79,7 @@ def _mutual_information(routing, router, mask, modality_ids, num_modalities):
         ops.any(router_losses.modality_mask(modality_ids, modality, mask), axis=1)
         for modality in range(num_modalities)
     ]
-    several = sum(ops.cast(has_tokens, "int32") for has_tokens in present) >= 2
+    several = ops.sum(ops.cast(ops.stack(present), "int32"), axis=0) >= 2
     return router_losses.over_counted_groups(losses, several)
 
 
@@ -191,11 +191,11 @@ class AuxiliaryLoss:
     """
 
     def __init__(
-        self, function: str | Callable | dict, weight: float = 1.0, **options: Any
+        self, function: str | Callable | dict, weight: float = 1.0, **options: object
     ):
         if isinstance(function, dict):
             function = keras.saving.deserialize_keras_object(function)
-        self.function = function
+        self.function: Any = function
         self.weight = float(check_not_negative("weight", weight))
         self.options = options
         if not callable(function):
@@ -315,7 +315,7 @@ class AggregateLoss:
         """The weighted mean for each group, float32 (G,); see `AuxiliaryLoss`."""
         # A loss of weight 0 need not be defined: load without noise is not.
         used = [loss for loss in self.losses if loss.weight > 0]
-        total = sum(loss(routing, router, mask, modality_ids) for loss in used)
+        total: Any = sum(loss(routing, router, mask, modality_ids) for loss in used)
         return self.weight * (total / self.total_weight)
 
     def check_modalities(self, count: int) -> None:
@@ -420,7 +420,7 @@ LIMOE_LOSSES = {
 }
 
 
-def get(identifier: object) -> list[AuxiliaryLoss | AggregateLoss]:
+def get(identifier: Any) -> list[AuxiliaryLoss | AggregateLoss]:
     """Makes a list of auxiliary losses from what users write.
 
     Args:
@@ -489,7 +489,7 @@ def check_modalities(auxiliary_losses: object, count: int) -> None:
         loss.check_modalities(count)
 
 
-def serialize(losses: list[AuxiliaryLoss | AggregateLoss]) -> list[dict]:
+def serialize(losses: list[AuxiliaryLoss | AggregateLoss]) -> list:
     """The configs from which `get` makes the same losses again.
 
     Args:

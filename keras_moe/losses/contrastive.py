@@ -5,7 +5,7 @@ Axes: B pairs, D embedding.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
@@ -320,7 +320,7 @@ class SoftmaxContrastiveLoss(_FunctionLoss):
     parameters = ("logit_scale",)
     default_name = "softmax_contrastive"
 
-    def __init__(self, direction: str = "both", **kwargs: object):
+    def __init__(self, direction: str = "both", **kwargs: Any):
         super().__init__(**kwargs)
         self.direction = check_one_of("direction", direction, DIRECTIONS)
 

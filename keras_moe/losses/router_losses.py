@@ -231,7 +231,7 @@ def global_entropy_loss(
 
 
 def entropy_to_threshold(
-    logits: Tensor, threshold: float | None, mask: Tensor
+    logits: Tensor, threshold: float | None, mask: Tensor | None
 ) -> Tensor:
     """`global_entropy_loss` with a threshold that has been checked."""
     entropy = _entropy(token_mean(ops.softmax(logits, axis=-1), mask))

@@ -14,7 +14,7 @@ import hashlib
 import random
 import re
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -40,7 +40,9 @@ class _Start(NamedTuple):
 
 
 _SKIPS = contextvars.ContextVar("skips", default=False)
-_START = contextvars.ContextVar("start", default=None)
+_START: contextvars.ContextVar[_Start | None] = contextvars.ContextVar(
+    "start", default=None
+)
 
 
 @contextlib.contextmanager
@@ -84,16 +86,17 @@ class PathInitializer(keras.initializers.Initializer):
     """
 
     def __init__(self, initializer: Initializer, path: str = ""):
-        initializer = self._given = keras.initializers.get(initializer)
+        self._given = chosen = keras.initializers.get(initializer)
         start = _START.get()
-        for pattern, other in (start.rules if start else {}).items():
+        rules, used = ({}, set()) if start is None else (start.rules, start.used)
+        for pattern, other in rules.items():
             if re.fullmatch(pattern, path):
-                start.used.add(pattern)
-                initializer = _replaced(initializer, keras.initializers.get(other))
+                used.add(pattern)
+                chosen = _replaced(chosen, keras.initializers.get(other))
                 break
-        self.initializer = initializer
+        self.initializer: Any = chosen
         self.path = path
-        seed = _own_seed(initializer)
+        seed = _own_seed(chosen)
         if start is not None:
             seed = start.seed if seed is None else seed
             self._stream = f"{seed}/{start.name}/{path}"
@@ -246,7 +249,7 @@ def _generator(stream):
 
 
 def host_values(
-    initializer: Initializer, shape: tuple[int, ...], stream: str
+    initializer: Any, shape: tuple[int, ...], stream: str
 ) -> np.ndarray | None:
     """An initializer's values, float32; None where only itself can make them.
 
@@ -307,7 +310,7 @@ def _normal(shape, mean, stddev, stream, cut=False):
     generator.standard_normal(dtype="float32", out=values)
     flat = values.reshape(-1)
     # What lies beyond two standard deviations is drawn again.
-    beyond = np.flatnonzero(np.abs(flat) > 2) if cut else ()
+    beyond = np.flatnonzero(np.abs(flat) > 2) if cut else np.zeros(0, "int64")
     while len(beyond):
         flat[beyond] = generator.standard_normal(len(beyond), dtype="float32")
         beyond = beyond[np.abs(flat[beyond]) > 2]

@@ -12,7 +12,7 @@ in CP and Tucker, cores (R, N, S) of a ring in TR.
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from keras import ops
 
@@ -30,7 +30,7 @@ class TensorSpec(NamedTuple):
     num_experts: tuple[int, ...]
     inputs: int
     units: int
-    rank: object
+    rank: Any
 
     @property
     def modes(self) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ def multilinear(
     return _FORWARD[factorization](projected, coefficients, factors, sources)
 
 
-def input_factor(factors: list[Tensor], factorization: str | None) -> Tensor:
+def input_factor(factors: list[Tensor], factorization: str | None) -> Tensor | None:
     """The factor by which a factorised layer takes its inputs first."""
     if factorization is None:
         return None
@@ -264,7 +264,9 @@ def _project_gradients(kept, *upstream):
     return tuple(gradients)
 
 
-def _mixed(coefficients: Tensor, factor: Tensor, source: Tensor = ()) -> Tensor:
+def _mixed(
+    coefficients: Tensor, factor: Tensor, source: Sequence[Tensor] = ()
+) -> Tensor:
     """Coefficients (..., N) times a factor; the gradient keeps a `source` instead."""
     count = len(source)
 

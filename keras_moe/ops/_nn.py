@@ -3,6 +3,8 @@
 A function with a backend's kernel has a reference in plain `keras.ops` next to it.
 """
 
+from typing import Any
+
 import keras
 from keras import ops
 
@@ -19,17 +21,17 @@ def gelu_tanh(x: Tensor) -> Tensor:
         from keras_moe.ops.kernels import _nn_torch
 
         x = ops.convert_to_tensor(x)
-        if x.is_floating_point():
+        if keras.backend.is_float_dtype(keras.backend.standardize_dtype(x.dtype)):
             return _nn_torch.gelu_tanh(x)
     return gelu_tanh_reference(x)
 
 
-def gelu_tanh_reference(x: Tensor) -> Tensor:
+def gelu_tanh_reference(x: Tensor) -> Any:
     """`gelu_tanh` as Keras computes it."""
     return keras.activations.gelu(x, approximate=True)
 
 
-def silu(x: Tensor) -> Tensor:
+def silu(x: Tensor) -> Any:
     """`x sigmoid(x)`; TensorFlow's own keeps every graph that it is traced in."""
     if keras.backend.backend() == "tensorflow":
         return x * ops.sigmoid(x)

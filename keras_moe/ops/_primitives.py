@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import keras
 from keras import ops, tree
@@ -14,7 +15,7 @@ _LARGEST_PRODUCT = 16
 _TINY = 1.1754944e-38
 
 
-def custom_gradient(forward: Callable, backward: Callable, *inputs: Tensor) -> Tensor:
+def custom_gradient(forward: Callable, backward: Callable, *inputs: Tensor) -> Any:
     """`forward(*inputs)[0]`, differentiated by `backward`.
 
     `forward` returns `(outputs, residuals)`, and `backward(residuals, *upstream)` one
@@ -22,7 +23,7 @@ def custom_gradient(forward: Callable, backward: Callable, *inputs: Tensor) -> T
     name in Keras keep too much: on PyTorch all inputs, and outputs until the garbage
     collector runs, and on TensorFlow every graph, for ever.
     """
-    inputs = [ops.convert_to_tensor(x) for x in inputs]
+    inputs = tuple(ops.convert_to_tensor(x) for x in inputs)
     backend = keras.backend.backend()
     if backend == "torch":
         from keras_moe.ops.kernels import _gradients_torch
@@ -188,11 +189,11 @@ def is_product(exponent: float) -> bool:
 
 def product(x: Tensor, exponent: int) -> Tensor:
     """`x ** exponent` for an integer of at least 1, by repeated squaring."""
-    power = None
-    while exponent:
+    while exponent % 2 == 0:
+        x, exponent = x * x, exponent // 2
+    power = x
+    while exponent := exponent // 2:
+        x = x * x
         if exponent % 2:
-            power = x if power is None else power * x
-        exponent //= 2
-        if exponent:
-            x = x * x
+            power = power * x
     return power

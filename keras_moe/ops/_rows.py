@@ -114,7 +114,8 @@ def gather_slots(tokens: Tensor, owners: Tensor) -> Tensor:
         return _gather_slots(tokens, owners), (owners,)
 
     def backward(residuals, upstream):
-        return _add_slots_jax(upstream, *residuals, num_tokens, upstream.dtype), None
+        (owners,) = residuals
+        return _add_slots_jax(upstream, owners, num_tokens, upstream.dtype), None
 
     return custom_gradient(forward, backward, tokens, owners)
 
@@ -161,7 +162,7 @@ def _add_slots_jax(rows, owners, num_tokens, dtype):
     return _tpus_jax.add_slots(rows, owners, num_tokens, dtype, sum_slots)
 
 
-def _has_slot_kernel(rows, owners, num_tokens=1):
+def _has_slot_kernel(rows: Tensor, owners: Tensor, num_tokens: Size = 1) -> bool:
     """Whether JAX's own sum is used, which needs known sizes of at least 1."""
     sizes = (*rows.shape, *owners.shape, num_tokens)
     is_known = all(isinstance(x, int) and x > 0 for x in sizes)

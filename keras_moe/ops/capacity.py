@@ -10,7 +10,7 @@ from fractions import Fraction
 from keras import ops
 
 from keras_moe._checks import check_integer, check_one_of, check_positive
-from keras_moe._types import Size, Tensor
+from keras_moe._types import Size
 from keras_moe.ops.expert_types import ExpertTypes
 
 ROUNDINGS = {"ceil": (math.ceil, ops.ceil), "round": (round, ops.round)}
@@ -25,7 +25,7 @@ def expert_capacity(
     num_selected_experts: int = 1,
     rounding: str = "ceil",
     multiple_of: int | None = None,
-) -> Tensor:
+) -> Size:
     """The capacity C = S K c / E, rounded as the V-MoE code rounds it.
 
     It multiplies from left to right in float64; `"round"` rounds halves to even. The
@@ -69,7 +69,7 @@ def heterogeneous_capacity(
     num_selected_experts: int = 1,
     rounding: str = "ceil",
     multiple_of: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Size, Size | None]:
     """The capacities of FFN and of zero-computation experts, equation 8 of *MoE++*.
 
     With T assignments, gamma T / (tau N_FFN + N_ZC) for a zero-computation expert, and
@@ -126,7 +126,8 @@ def heterogeneous_capacity(
             multiple,
         )
         capacities.append(capacity)
-    return tuple(capacities)
+    ffn, zero_computation = capacities
+    return ffn, zero_computation
 
 
 def _capacity(num_tokens, num_selected_experts, factor, divisor, rounding, multiple_of):

@@ -63,7 +63,7 @@ def entmax(logits: Tensor, alpha: float = 1.5, axis: int = -1) -> Tensor:
         return gates, (gates,)
 
     def backward(kept, upstream):
-        return (entmax_gradient(*kept, upstream, alpha),)
+        return (entmax_gradient(kept[0], upstream, alpha),)
 
     gates = custom_gradient(forward, backward, scores)
     return ops.cast(ops.moveaxis(gates, -1, axis), dtype)
@@ -98,12 +98,12 @@ def entmax15_and_source(scores: Tensor) -> tuple[Tensor, Source]:
 def gates_again(source: Source) -> Tensor:
     """The gates of a source, with the gradient of entmax."""
 
-    def forward(*source):
-        gates = gates_at(*source, 1.5)
+    def forward(scores, top, tau):
+        gates = gates_at(scores, top, tau, 1.5)
         return gates, (gates,)
 
     def backward(kept, upstream):
-        return entmax_gradient(*kept, upstream, 1.5), None, None
+        return entmax_gradient(kept[0], upstream, 1.5), None, None
 
     return custom_gradient(forward, backward, *source)
 

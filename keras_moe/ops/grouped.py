@@ -4,6 +4,7 @@ Axes: R rows, E experts, D hidden, H mlp.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import keras
 from keras import ops
@@ -98,7 +99,7 @@ def grouped_mlp(
     inputs = {"rows": rows, "group_sizes": group_sizes, **weights._asdict()}
     inputs = _checked(inputs)
     rows, group_sizes = inputs.pop("rows"), inputs.pop("group_sizes")
-    weights = Weights(*(inputs.get(name) for name in Weights._fields))
+    weights = Weights._make(map(inputs.get, Weights._fields))
     if rows.shape[0] == 0:
         # The kernels need a row: this one has no expert.
         rows = ops.pad(rows, ((0, 1), (0, 0)))
@@ -113,7 +114,7 @@ def row_experts(group_sizes: Tensor, num_rows: Size) -> Tensor:
     return ops.minimum(experts, group_sizes.shape[0] - 1)
 
 
-def _kernels():
+def _kernels() -> Any:
     """The grouped kernels of the backend."""
     backend = keras.backend.backend()
     if backend == "jax":

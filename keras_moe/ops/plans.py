@@ -21,7 +21,8 @@ tensors with the same methods:
 """
 
 import math
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from keras import ops
 
@@ -245,7 +246,7 @@ class RoutingPlan(NamedTuple):
         chosen = ops.floor_divide(self.token_slots, capacity)
         return one_hot_choices(chosen, self.combine_weights, num_experts)
 
-    def of_experts(self, experts: Tensor) -> "RoutingPlan":
+    def of_experts(self, experts: Sequence[int]) -> "RoutingPlan":
         """The plan of experts with these increasing ids only, renumbered from 0."""
         num_experts = self.slot_tokens.shape[1]
         capacity = ops.shape(self.slot_tokens)[2]
@@ -415,7 +416,7 @@ class RaggedPlan(NamedTuple):
         num_experts = ops.shape(self.group_sizes)[0]
         return one_hot_choices(self.token_experts, self.combine_weights, num_experts)
 
-    def of_experts(self, experts: Tensor) -> "RaggedPlan":
+    def of_experts(self, experts: Sequence[int]) -> "RaggedPlan":
         """The plan of some experts only; see `RoutingPlan.of_experts`."""
         # A choice that is not routed has the expert after the last.
         ids = _new_ids(experts, self.group_sizes.shape[0] + 1)
@@ -453,12 +454,12 @@ class HeterogeneousPlan(NamedTuple):
     [[[0.0], [1.0]]]
     """
 
-    plan: "RoutingPlan | RaggedPlan | DensePlan"
+    plan: Any
     in_place: Tensor
     in_place_weights: Tensor
 
     @property
-    def group_sizes(self) -> Tensor:
+    def group_sizes(self) -> Tensor | None:
         """The number of rows of each expert that has rows, or None."""
         return self.plan.group_sizes
 
@@ -470,7 +471,7 @@ class HeterogeneousPlan(NamedTuple):
         """Sums the outputs of slots or rows; see `RoutingPlan.combine`."""
         return self.plan.combine(outputs)
 
-    def of_experts(self, experts: Tensor) -> "HeterogeneousPlan":
+    def of_experts(self, experts: Sequence[int]) -> "HeterogeneousPlan":
         """The plan of some experts with slots or rows; see `RoutingPlan.of_experts`."""
         return self._replace(plan=self.plan.of_experts(experts))
 
@@ -524,7 +525,8 @@ def one_hot_choices(
 ) -> tuple[Tensor, Tensor]:
     """Choices (G, S, K) and their weights as sums of one-hots, two (G, S, E)."""
     experts = ops.arange(num_experts, dtype="int32")
-    dispatched = combined = 0.0
+    dispatched: Any = 0.0
+    combined: Any = 0.0
     # An unrolled sum over K: one fused pass each, no (S, K, E) tensor.
     for k in range(chosen.shape[-1]):
         one_hot = ops.cast(chosen[..., k : k + 1] == experts, "float32")

@@ -7,6 +7,7 @@ side (experts or tokens), m the other side.
 """
 
 import functools
+from typing import Any
 
 import keras
 from keras import ops
@@ -600,7 +601,7 @@ def adam(
     def update(step, potential, mean, square, norm):
         plan = project(values + potential, allowed, mass, max_nonzeros)
         gradient = ops.sum(plan, axis=1, keepdims=True) - target
-        rate = ops.cast(step + 1, "float32")
+        rate: Any = ops.cast(step + 1, "float32")
         mean = beta1 * mean + (1 - beta1) * gradient
         square = beta2 * square + (1 - beta2) * ops.square(gradient)
         change = (mean / (1 - beta1**rate)) / (

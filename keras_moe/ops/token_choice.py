@@ -162,7 +162,7 @@ class _Queues(NamedTuple):
 
     keys: Tensor
     starts: Tensor
-    order: Tensor
+    order: Tensor | None
     num_queues: Tensor
     shape: tuple
 

@@ -52,7 +52,7 @@ def token_mass(logits: Tensor, mask: Tensor | None = None) -> Tensor:
     return mass if mask is None else ops.where(ops.cast(mask, "bool"), mass, 0.0)
 
 
-def check_matrix(name: str, matrix: Tensor, mask: Tensor) -> None:
+def check_matrix(name: str, matrix: Tensor, mask: Tensor | None) -> None:
     """Validates the shapes of a matrix (G, S, E) and a mask (G, S)."""
     if len(matrix.shape) != 3:
         raise ValueError(
@@ -172,14 +172,16 @@ def _iterate_to_tolerance(logits, share, potentials, iterations, tolerance):
 
     def body(*state):
         # A group that is done stays as it is while others go on.
-        goes_on = unbalanced(state[-1])
-        following = _iterate(logits, share, *state[:-1], BLOCK)
+        token_potential, expert_potential, plan = state
+        goes_on = unbalanced(plan)
+        following = _iterate(logits, share, token_potential, expert_potential, BLOCK)
         return tuple(
             ops.where(ops.reshape(goes_on, (-1, *[1] * (len(new.shape) - 1))), new, old)
             for new, old in zip(following, state)
         )
 
-    state = _iterate(logits, share, *map(ops.stop_gradient, potentials), 0)
+    tokens, experts = map(ops.stop_gradient, potentials)
+    state = _iterate(logits, share, tokens, experts, 0)
     *_, plan = ops.while_loop(
         proceed, body, state, maximum_iterations=-(-iterations // BLOCK)
     )

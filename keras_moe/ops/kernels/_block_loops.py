@@ -12,7 +12,7 @@ all layers of its expert, so that its hidden rows stay in a cache.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import keras
@@ -206,10 +206,10 @@ class Weights(NamedTuple):
 
     hidden_kernel: Tensor
     output_kernel: Tensor
-    hidden_bias: Tensor
-    output_bias: Tensor
-    gate_kernel: Tensor
-    gate_bias: Tensor
+    hidden_bias: Tensor | None
+    output_bias: Tensor | None
+    gate_kernel: Tensor | None
+    gate_bias: Tensor | None
 
     def linear(self, name, x):
         """One layer of one expert."""
@@ -224,7 +224,7 @@ class Weights(NamedTuple):
 
     def map(self, function):
         """The results of a function of each weight."""
-        return Weights(*(None if x is None else function(x) for x in self))
+        return Weights._make(None if x is None else function(x) for x in self)
 
 
 def activate(activation, hidden, gate=None):
@@ -266,7 +266,7 @@ def mlp_backward(
     rows: Tensor,
     group_sizes: Tensor,
     weights: Weights,
-    kept: tuple,
+    kept: Sequence[Tensor],
     upstream: Tensor,
     activation: Callable,
     vjp: Callable,
@@ -314,10 +314,8 @@ def mlp_backward(
         group_sizes, sizes, num_rows, gradients, update
     )
     totals = dict(zip(names, totals, strict=True))
-    weight_gradients = Weights(
-        *(
-            None if x is None else ops.cast(totals[name], x.dtype)
-            for name, x in zip(weights._fields, weights)
-        )
+    weight_gradients = Weights._make(
+        None if x is None else ops.cast(totals[name], x.dtype)
+        for name, x in zip(weights._fields, weights)
     )
     return without_padding(row_gradients, rows), weight_gradients

@@ -160,11 +160,9 @@ def composed_backward(
         ("hidden", "gate"), pullback(linear("output", activated, upstream))
     ):
         dx = dx + linear(name, rows, dh)
-    weight_gradients = Weights(
-        *(
-            None if x is None else gradients[name]
-            for name, x in zip(weights._fields, weights)
-        )
+    weight_gradients = Weights._make(
+        None if x is None else gradients[name]
+        for name, x in zip(weights._fields, weights)
     )
     return jnp.where(own, dx, 0), weight_gradients
 
@@ -202,7 +200,7 @@ def _forward_and_residuals(activation, rows, group_sizes, weights):
 
 
 def _gradients(activation, residuals, upstream):
-    dx, dw = _mlp_backward(*residuals, upstream, activation)
+    dx, dw = _mlp_backward(*(*residuals, upstream, activation))
     return dx, None, dw
 
 

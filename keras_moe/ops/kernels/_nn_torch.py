@@ -6,6 +6,7 @@ change last digits. Newton's steps of entmax are in place, as every eager pass c
 """
 
 import math
+from typing import Any
 
 import torch
 
@@ -75,10 +76,10 @@ class _GeluTanh(torch.autograd.Function):
         ctx.save_for_forward(*inputs)
 
     @staticmethod
-    def backward(ctx, upstream):
+    def backward(ctx, *upstream):
         # PyTorch's own, which costs the same as the sigmoid's and has a gradient.
         (x,) = ctx.saved_tensors
-        return torch.ops.aten.gelu_backward(upstream, x, approximate="tanh")
+        return torch.ops.aten.gelu_backward(*upstream, x, approximate="tanh")
 
     # Elementwise, the function maps tangents as it maps gradients.
     jvp = backward
@@ -146,7 +147,7 @@ def entmax_gradient(gates, upstream, alpha):
     return changes.addcmul_(slope, mean, value=-1.0)
 
 
-def _power(x, exponent):
+def _power(x: torch.Tensor, exponent: float) -> Any:
     if exponent == 0.5:
         return x.sqrt()
     return product(x, int(exponent)) if is_product(exponent) else x.pow(exponent)

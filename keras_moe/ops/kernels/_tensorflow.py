@@ -67,7 +67,7 @@ def remat(function, *inputs):
         with tf.GradientTape() as tape:
             tape.watch([x for x, floats in zip(inputs, is_float) if floats])
             outputs = tf.nest.flatten(function(*inputs))
-        return tape.gradient(outputs, inputs, upstream)
+        return tape.gradient(outputs, inputs, list(upstream))
 
     return custom_gradient(forward, backward, *inputs)
 
@@ -115,7 +115,9 @@ def matmul_with_loops(rows, kernels, group_sizes):
         return _block_loops.matmul_forward(*inputs), inputs
 
     def backward(inputs, upstream):
-        return *_block_loops.matmul_backward(*inputs, upstream), None
+        rows, kernels, group_sizes = inputs
+        gradients = _block_loops.matmul_backward(rows, kernels, group_sizes, upstream)
+        return *gradients, None
 
     return custom_gradient(forward, backward, rows, kernels, group_sizes)
 
@@ -128,7 +130,7 @@ def grouped_mlp(rows, group_sizes, weights, activation):
     outputs = []
     stacked = [None if x is None else tf.unstack(x) for x in weights]
     for expert, x in enumerate(groups):
-        own = Weights(*(x and x[expert] for x in stacked))
+        own = Weights._make(x and x[expert] for x in stacked)
         hidden = activate(activation, *own.pre_activations(x))
         outputs.append(own.linear("output", hidden))
     return tf.concat([*outputs, tf.zeros_like(rest)], axis=0)
@@ -142,7 +144,7 @@ def mlp_with_loops(rows, group_sizes, weights, activation):
 
     def all_weights(present):
         present = iter(present)
-        return Weights(*(next(present) if is_there else None for is_there in exists))
+        return Weights._make(next(present) if x else None for x in exists)
 
     def forward(*inputs):
         # An (R, H) array that no tape will read is not written.
