@@ -100,12 +100,13 @@ def check_image_shape(image_shape: object) -> tuple[int, int, int]:
 
 def head_size(num_heads: object, hidden_dim: int) -> int:
     """Returns the size of each attention head; `num_heads` must divide `hidden_dim`."""
-    if hidden_dim % check_integer("num_heads", num_heads):
+    count = check_integer("num_heads", num_heads)
+    if hidden_dim % count:
         raise ValueError(
             "Expected num_heads to divide hidden_dim; received: "
             f"num_heads={num_heads}, hidden_dim={hidden_dim}"
         )
-    return hidden_dim // num_heads
+    return hidden_dim // count
 
 
 def check_positive(name: str, value: Any, optional: bool = False) -> Any:
@@ -136,9 +137,10 @@ def check_dropout(name: str, rate: float) -> float:
     return rate
 
 
-def _is_finite(value):
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return is_number and abs(value) < float("inf")
+def _is_finite(value: Any) -> bool:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    return -float("inf") < value < float("inf")  # pyright: ignore[reportOperatorIssue]
 
 
 def check_bool(name: str, value: object) -> bool:
@@ -247,7 +249,7 @@ def check_dtype(name: str, dtype: T) -> T:
 def check_initializer(name: str, value: object) -> keras.initializers.Initializer:
     """Returns an initializer given as object, name or config."""
     try:
-        initializer = keras.initializers.get(value)
+        initializer: Any = keras.initializers.get(value)
     except (AttributeError, KeyError, TypeError, ValueError):
         initializer = None
     expected = f"{name} to be an initializer of Keras, or the name of one"

@@ -73,7 +73,8 @@ _ERRORS = {"ValueError": ValueError, "OSError": OSError}
 def broadcast_from_primary(work: Callable[[], T]) -> T:
     """Calls a function in the primary process and returns its result in all."""
     is_primary = rank_and_world_size()[0] == 0
-    return checked_all_gather(work if is_primary else lambda: None)[0]
+    results: list[Any] = checked_all_gather(work if is_primary else lambda: None)
+    return results[0]
 
 
 def batch_devices() -> int:
@@ -85,7 +86,7 @@ def batch_devices() -> int:
     return dict(zip(mesh.axis_names, mesh.shape))[distribution.batch_dim_name]
 
 
-def gathered_batch(batch: Structure) -> Any:
+def gathered_batch(batch: Any) -> Any:
     """Concatenates the processes' parts of a batch."""
     batch = keras.tree.map_structure(np.asarray, batch)
     if any(array.dtype.hasobject for array in keras.tree.flatten(batch)):
@@ -141,7 +142,8 @@ class _WholeOutputs(keras.Model):
         self.built = True
 
     def call(self, inputs, training=None):
-        mesh = keras.distribution.distribution().device_mesh
+        distribution: Any = keras.distribution.distribution()
+        mesh = distribution.device_mesh
 
         def whole(output):
             everywhere = [None] * len(output.shape)

@@ -122,11 +122,11 @@ class Program:
     def longest(self, number: int) -> list[Operation]:
         """The operations with the most cycles, those of all blocks together."""
         runs, cycles = Counter(), Counter()
-        for *operation, times, count in self.operations:
-            runs[tuple(operation)] += times
-            cycles[tuple(operation)] += count
+        for operation in self.operations:
+            runs[operation[:3]] += operation.runs
+            cycles[operation[:3]] += operation.cycles
         return [
-            Operation(*(*operation, runs[operation], count))
+            Operation._make((*operation, runs[operation], count))
             for operation, count in cycles.most_common(number)
         ]
 

@@ -137,7 +137,7 @@ def layouts_of_blocks(
             f"received: batch_size={batch_size}"
         )
     experts = sorted({part.num_experts for kind, part in parts if kind == "experts"})
-    expert_parallel = _expert_devices(expert_parallel, batch_devices, experts)
+    ways = _expert_devices(expert_parallel, batch_devices, experts)
     _check_model_parallel(model_parallel, parts)
 
     model_axis = {} if model_parallel == 1 else {MODEL: model_parallel}
@@ -146,11 +146,11 @@ def layouts_of_blocks(
     names = {BATCH: BATCH, EXPERT: BATCH, REPLICA: None, MODEL: None}
     if model_axis:
         names[MODEL] = MODEL
-    if expert_parallel == 1:
+    if ways == 1:
         names[EXPERT] = None
-    elif expert_parallel < batch_devices:
-        replicas = batch_devices // expert_parallel
-        expert_mesh = {REPLICA: replicas, EXPERT: expert_parallel, **model_axis}
+    elif ways < batch_devices:
+        replicas = batch_devices // ways
+        expert_mesh = {REPLICA: replicas, EXPERT: ways, **model_axis}
         names.update({EXPERT: EXPERT, REPLICA: REPLICA})
 
     kinds = {kind for kind, _ in parts}
@@ -166,7 +166,7 @@ def layouts_of_blocks(
                 activations[path.format(mlp=mlp)] = axes
     if "experts" in kinds:
         weights.update(EXPERT_WEIGHTS)
-    if expert_parallel > 1:
+    if ways > 1:
         activations.update(EXPERT_ACTIVATIONS)
     return Layouts(
         mesh, expert_mesh, _on_mesh(weights, names), _on_mesh(activations, names, True)

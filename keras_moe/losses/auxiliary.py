@@ -197,10 +197,10 @@ class AuxiliaryLoss:
             function = keras.saving.deserialize_keras_object(function)
         self.function: Any = function
         self.weight = float(check_not_negative("weight", weight))
-        self.options = options
+        self.options: dict[str, Any] = options
         if not callable(function):
             check_one_of("function", function, sorted(FUNCTIONS))
-            defaults = FUNCTIONS[function].options
+            defaults = FUNCTIONS[self.function].options
             owner = f"the auxiliary loss {function!r}"
             check_argument_names(options, list(defaults), owner)
             options = {**defaults, **options}
@@ -219,7 +219,7 @@ class AuxiliaryLoss:
         modality_ids: Tensor | None = None,
     ) -> Tensor:
         """Weighted losses of groups (G,), whose mean is that of counted groups."""
-        compute = self.function
+        compute: Any = self.function
         if not callable(compute):
             compute = FUNCTIONS[compute].compute
         return self.weight * compute(

@@ -105,7 +105,7 @@ def multilinear(
     return _FORWARD[factorization](projected, coefficients, factors, sources)
 
 
-def input_factor(factors: list[Tensor], factorization: str | None) -> Tensor | None:
+def input_factor(factors: list[Tensor], factorization: str | None) -> Any:
     """The factor by which a factorised layer takes its inputs first."""
     if factorization is None:
         return None
@@ -150,7 +150,7 @@ def _tr(projected, coefficients, factors, sources):
     # Equation 3: matrices from the experts' cores, one from the input's; the ring
     # closes in the output's core.
     *experts, input_core, output_core = factors
-    chain = None
+    chain: Any = None
     for coefficient, core, source in zip(coefficients, experts, sources):
         matrix = _as_core(_mixed(coefficient, core, source), core)
         chain = matrix if chain is None else ops.matmul(chain, matrix)

@@ -200,7 +200,9 @@ def _forward_and_residuals(activation, rows, group_sizes, weights):
 
 
 def _gradients(activation, residuals, upstream):
-    dx, dw = _mlp_backward(*(*residuals, upstream, activation))
+    arguments = (*residuals, upstream, activation)
+    rows, group_sizes, weights, kept = residuals
+    dx, dw = _mlp_backward(rows, group_sizes, weights, kept, upstream, activation)
     return dx, None, dw
 
 
