@@ -63,7 +63,13 @@ def lazy_zeros(shape: tuple[int, ...], dtype: str) -> Tensor | None:
     """A tensor of zeros that takes no memory on CPUs until it is written."""
     backend = keras.backend.backend()
     if backend == "torch":
-        return _lazy_zeros_torch(shape, dtype)
+        import torch
+
+        like = _like(dtype)
+        if like.device.type != "cpu":
+            return like.new_zeros(shape)
+        memory = zeros((math.prod(shape) * like.element_size(),), "uint8")
+        return torch.from_numpy(memory).view(like.dtype).view(shape)
     if backend == "tensorflow":
         import tensorflow as tf
 
@@ -86,16 +92,6 @@ def memory_of(variable: keras.Variable) -> np.ndarray | None:
     value = variable.value.detach()
     has_memory = value.device.type == "cpu" and value.is_contiguous()
     return value.numpy() if has_memory and value.dtype != torch.bfloat16 else None
-
-
-def _lazy_zeros_torch(shape, dtype):
-    import torch
-
-    like = _like(dtype)
-    if like.device.type != "cpu":
-        return like.new_zeros(shape)
-    memory = zeros((math.prod(shape) * like.element_size(),), "uint8")
-    return torch.from_numpy(memory).view(like.dtype).view(shape)
 
 
 def _like(dtype) -> "torch.Tensor":

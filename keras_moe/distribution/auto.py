@@ -66,7 +66,13 @@ def auto(
     ...     )
     ...     keras.distribution.set_distribution(None)
     """
-    _check_backend()
+    backend = keras.backend.backend()
+    if backend != "jax":
+        raise ValueError(
+            "Expected the JAX backend, the only one on which Keras splits models. On "
+            f"this one, {INSTEAD.get(backend, 'use one device')}; "
+            f"received: backend={backend!r}"
+        )
     devices = keras.distribution.list_devices() if devices is None else list(devices)
     rules = layouts(
         model_or_preset,
@@ -96,17 +102,6 @@ def auto(
         batch_dim_name=mesh.axis_names[0],
         auto_shard_dataset=auto_shard_dataset,
     )
-
-
-def _check_backend() -> None:
-    """Raises ValueError on backends on which Keras does not split models."""
-    backend = keras.backend.backend()
-    if backend != "jax":
-        raise ValueError(
-            "Expected the JAX backend, the only one on which Keras splits models. On "
-            f"this one, {INSTEAD.get(backend, 'use one device')}; "
-            f"received: backend={backend!r}"
-        )
 
 
 def _mesh(sizes, devices):

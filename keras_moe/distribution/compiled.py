@@ -212,14 +212,12 @@ def compiled_costs(
         batch_size: global batch size.
         step: `"train"`, `"predict"` or, for language models, `"generate"`: a prompt of
             up to `max_length` tokens, and then one token at a time with a cache.
-        expert_parallel: as in `auto`.
-        model_parallel: as in `auto`.
+        expert_parallel: as in `auto`, and so are `model_parallel` and `overrides`.
         dtype: dtype policy of a preset; defaults to `"mixed_bfloat16"`.
         num_classes: number of classes of a new head. Defaults to 1000 where a backbone
             gets a classifier.
         fit: whether to try again what does not fit: a preset with `rematerialize=True`,
             and then with half the batch, down to one example for each device.
-        **overrides: arguments of the model that differ from the preset.
 
     Raises:
         ImportError: the compiler (libtpu, JAX's CUDA plugin) is not installed, or not

@@ -272,6 +272,8 @@ class _FunctionLoss(ContrastiveLoss):
     """A loss by a function, which weighs the pairs."""
 
     function: Callable[..., Tensor]
+    # Further arguments of the function.
+    options: tuple[str, ...] = ()
 
     def __call__(self, y_true, y_pred, sample_weight=None):
         # Padding would be a negative before it was weighted.
@@ -287,15 +289,11 @@ class _FunctionLoss(ContrastiveLoss):
             chunk_size=self.chunk_size,
             similarity_dtype=self.similarity_dtype,
             **(y_true if self.multi_positive else {}),
-            **self._options(),
+            **{name: getattr(self, name) for name in self.options},
         )
 
     def call(self, y_true, y_pred):
         return self(y_true, y_pred)
-
-    def _options(self):
-        """Further arguments of the function."""
-        return {}
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -318,14 +316,12 @@ class SoftmaxContrastiveLoss(_FunctionLoss):
 
     function = staticmethod(softmax_contrastive_loss)
     parameters = ("logit_scale",)
+    options = ("direction",)
     default_name = "softmax_contrastive"
 
     def __init__(self, direction: str = "both", **kwargs: Any):
         super().__init__(**kwargs)
         self.direction = check_one_of("direction", direction, DIRECTIONS)
-
-    def _options(self):
-        return {"direction": self.direction}
 
 
 @keras.saving.register_keras_serializable("keras_moe")

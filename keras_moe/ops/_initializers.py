@@ -92,7 +92,10 @@ class PathInitializer(keras.initializers.Initializer):
         for pattern, other in rules.items():
             if re.fullmatch(pattern, path):
                 used.add(pattern)
-                chosen = _replaced(chosen, keras.initializers.get(other))
+                other = keras.initializers.get(other)
+                # Experts keep their number of different starts.
+                is_per_expert = isinstance(chosen, PerExpert)
+                chosen = PerExpert(other, chosen.shared) if is_per_expert else other
                 break
         self.initializer: Any = chosen
         self.path = path
@@ -110,9 +113,10 @@ class PathInitializer(keras.initializers.Initializer):
         dtype = keras.backend.standardize_dtype(dtype or keras.config.floatx())
         # Rules are for numbers that train, not for those of int8 kernels.
         initializer = self.initializer if "float" in dtype else self._given
-        skipped = _skipped_value(initializer, tuple(shape), dtype)
-        if skipped is not None:
-            return skipped
+        if _SKIPS.get() and not _advances(initializer):
+            zeros = host_memory.lazy_zeros(tuple(shape), dtype)
+            if zeros is not None:
+                return zeros
         return _drawn(initializer, tuple(shape), dtype, self._stream)
 
     def get_config(self):
@@ -190,13 +194,6 @@ class PerExpert(keras.initializers.Initializer):
         }
 
 
-def _replaced(initializer, other):
-    """Another initializer; experts keep their number of different starts."""
-    if isinstance(initializer, PerExpert):
-        return PerExpert(other, initializer.shared)
-    return other
-
-
 def _own_seed(initializer):
     """The seed that the user gave an initializer, if any."""
     if isinstance(initializer, PerExpert):
@@ -211,13 +208,6 @@ def _advances(initializer):
     """Whether drawing advances a generator, which other layers may share."""
     seed = getattr(initializer, "seed", None)
     return isinstance(seed, keras.random.SeedGenerator)
-
-
-def _skipped_value(initializer, shape, dtype):
-    """The value of a weight within `skip_init`; None if it must be drawn."""
-    if _advances(initializer) or not _SKIPS.get():
-        return None
-    return host_memory.lazy_zeros(shape, dtype)
 
 
 def _drawn(initializer, shape, dtype, stream):

@@ -81,13 +81,12 @@ def heterogeneous_capacity(
     framework, T is S K here. The computation is exact, in fractions.
 
     Args:
-        num_tokens: S, tokens per group: an int, or a scalar integer tensor in a graph.
         expert_types: number of experts of each type.
         tau: an FFN expert's capacity over that of a zero-computation expert.
         capacity_factor: gamma.
-        num_selected_experts: K, experts per token.
         rounding: `"ceil"` or `"round"`; the paper leaves it open.
         multiple_of: rounds the FFN experts' capacity up to a multiple of this; or None.
+            The other arguments are those of `expert_capacity`.
 
     Returns: `(ffn, zero_computation)`: ints, or scalar int32 tensors if `num_tokens` is
     a tensor; the second is None without zero-computation experts.

@@ -62,8 +62,8 @@ def grouped_mlp(
     activation reads, and recomputes the rest.
 
     Args:
-        rows: (R, D), any float dtype. On TensorFlow, R may be unknown in a graph.
-        group_sizes: (E,), int: the rows of each expert, with a sum of at most R.
+        rows: (R, D), as in `grouped_matmul`.
+        group_sizes: (E,), likewise.
         hidden_kernel: (E, D, H), in the dtype of `rows`, as all weights are.
         output_kernel: (E, H, D).
         activation: function of a tensor (rows, H), which acts on each row alone. It
@@ -73,8 +73,7 @@ def grouped_mlp(
         gate_kernel: (E, D, H), or None for no gate.
         gate_bias: (E, H), or None.
 
-    Returns: (R, D) in the dtype of `rows`. The rows after the last group belong to no
-    expert: their outputs and gradients are zeros, whatever they hold.
+    Returns: (R, D) in the dtype of `rows`, zeros as in `grouped_matmul`.
 
     Example:
 
@@ -83,13 +82,9 @@ def grouped_mlp(
     >>> from keras_moe.ops import grouped_mlp
     >>> rows = np.array([[1.0], [-2.0], [3.0], [4.0]], "float32")
     >>> hidden = np.array([[[1.0]], [[10.0]]], "float32")
-    >>> outputs = grouped_mlp(
-    ...     rows,
-    ...     np.array([2, 1], "int32"),
-    ...     hidden,
-    ...     np.ones((2, 1, 1), "float32"),
-    ...     activation=keras.activations.relu,
-    ... )
+    >>> output, sizes = np.ones((2, 1, 1), "float32"), np.array([2, 1], "int32")
+    >>> relu = keras.activations.relu
+    >>> outputs = grouped_mlp(rows, sizes, hidden, output, activation=relu)
     >>> np.array(outputs)[:, 0].tolist()
     [1.0, 0.0, 30.0, 0.0]
     """

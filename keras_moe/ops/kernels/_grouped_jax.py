@@ -200,7 +200,6 @@ def _forward_and_residuals(activation, rows, group_sizes, weights):
 
 
 def _gradients(activation, residuals, upstream):
-    arguments = (*residuals, upstream, activation)
     rows, group_sizes, weights, kept = residuals
     dx, dw = _mlp_backward(rows, group_sizes, weights, kept, upstream, activation)
     return dx, None, dw
