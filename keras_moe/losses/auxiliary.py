@@ -219,8 +219,8 @@ class AuxiliaryLoss:
         modality_ids: Tensor | None = None,
     ) -> Tensor:
         """Weighted losses of groups (G,), whose mean is that of counted groups."""
-        compute: Any = self.function
-        if not callable(compute):
+        compute = self.function
+        if isinstance(compute, str):
             compute = FUNCTIONS[compute].compute
         return self.weight * compute(
             routing, router, mask, modality_ids, **self.options
