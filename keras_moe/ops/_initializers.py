@@ -89,10 +89,10 @@ class PathInitializer(keras.initializers.Initializer):
         self._given = chosen = keras.initializers.get(initializer)
         start = _START.get()
         rules, used = ({}, set()) if start is None else (start.rules, start.used)
-        for pattern, other in rules.items():
+        for pattern, rule in rules.items():
             if re.fullmatch(pattern, path):
                 used.add(pattern)
-                other = keras.initializers.get(other)
+                other: Any = keras.initializers.get(rule)
                 # Experts keep their number of different starts.
                 is_per_expert = isinstance(chosen, PerExpert)
                 chosen = PerExpert(other, chosen.shared) if is_per_expert else other
