@@ -5,15 +5,29 @@ import importlib
 import inspect
 import itertools
 import numbers
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
 
+from keras_moe._types import Config, Size, Tensor
+
+T = TypeVar("T")
+
 # The largest seed that NumPy and `keras.utils.set_random_seed` accept.
 LARGEST_SEED = 2**32 - 1
+
+
+def _unfit(what: str, name: str, value: object) -> ValueError:
+    return ValueError(f"Expected {what}; received: {name}={value!r}")
+
+
+def _expect(fits: object, what: str, name: str, value: object) -> None:
+    """Raises ValueError for a value of this name that does not fit."""
+    if not fits:
+        raise _unfit(what, name, value)
 
 
 def check_integer(
@@ -26,141 +40,132 @@ def check_integer(
     """Returns `value` as an int within the bounds; None passes if `optional`."""
     if optional and value is None:
         return None
+    number = _integer(value)
+    if number is None or number < minimum or (maximum is not None and number > maximum):
+        bounds = f"{name} >= {minimum}"
+        if maximum is not None:
+            bounds = f"{minimum} <= {name} <= {maximum}"
+        raise _unfit(f"{name} to be an integer, {bounds}", name, value)
+    return number
+
+
+def _integer(value):
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_integer or value < minimum or (maximum is not None and value > maximum):
-        end = "" if maximum is None else f" <= {maximum}"
-        start = f"{name} >= {minimum}" if not end else f"{minimum} <= {name}{end}"
-        raise ValueError(
-            f"Expected {name} to be an integer, {start}; received: {name}={value!r}"
-        )
-    return int(value)
+    return int(value) if is_integer else None
 
 
-def check_seed(name: str, seed: Any) -> int | None:
+def check_seed(name: str, seed: object) -> int | None:
     """Returns `seed`; it must be None or an integer valid for all random generators."""
     return check_integer(name, seed, 0, LARGEST_SEED, optional=True)
 
 
-def check_selected(num_selected_experts: Any, num_experts: int) -> int:
+def check_selected(num_selected_experts: object, num_experts: int) -> int:
     """Returns `num_selected_experts` as an int in [1, `num_experts`]."""
     return check_integer("num_selected_experts", num_selected_experts, 1, num_experts)
 
 
-def check_indices(name: str, values: Any, count: int) -> set[int]:
+def check_indices(name: str, values: object, count: int) -> set[int]:
     """Returns the set of `values`, which must be integers below `count`."""
     if not isinstance(values, Iterable):
-        raise ValueError(
-            f"Expected {name} to be a sequence of integers; received: {name}={values!r}"
-        )
+        raise _unfit(f"{name} to be a sequence of integers", name, values)
     return {check_integer(name, value, 0, count - 1) for value in values}
 
 
-def positive_integers(value: Any) -> tuple[int, ...] | None:
-    """Returns `value` as a tuple, or None if it is not a sequence of positive ints."""
+def _positive_integers(value: Any, count: int) -> Any:
+    """A sequence of so many positive integers as a tuple, or None."""
     try:
-        return tuple(check_integer("size", size) for size in value)
+        values = tuple(check_integer("size", size) for size in value)
     except (TypeError, ValueError):
         return None
+    return values if len(values) == count else None
 
 
-def check_pair(name: str, value: Any) -> tuple[int, int]:
+def check_pair(name: str, value: object) -> tuple[int, int]:
     """Returns `value`, a positive integer or a pair of them, as a pair."""
-    values = positive_integers((value, value)) or positive_integers(value)
-    if values is None or len(values) != 2:
-        raise ValueError(
-            f"Expected {name} to be a positive integer or a pair of them; "
-            f"received: {name}={value!r}"
-        )
+    values = _positive_integers((value, value), 2) or _positive_integers(value, 2)
+    if values is None:
+        expected = f"{name} to be a positive integer or a pair of them"
+        raise _unfit(expected, name, value)
     return values
 
 
-def check_image_shape(image_shape: Any) -> tuple[int, int, int]:
+def check_image_shape(image_shape: object) -> tuple[int, int, int]:
     """Returns `image_shape` as a tuple (height, width, channels)."""
-    sizes = positive_integers(image_shape)
-    if sizes is None or len(sizes) != 3:
-        raise ValueError(
-            "Expected image_shape (height, width, channels) of positive integers; "
-            f"received: image_shape={image_shape!r}"
-        )
+    sizes = _positive_integers(image_shape, 3)
+    if sizes is None:
+        expected = "image_shape (height, width, channels) of positive integers"
+        raise _unfit(expected, "image_shape", image_shape)
     return sizes
 
 
-def head_size(num_heads: Any, hidden_dim: int) -> int:
+def head_size(num_heads: object, hidden_dim: int) -> int:
     """Returns the size of each attention head; `num_heads` must divide `hidden_dim`."""
-    if hidden_dim % check_integer("num_heads", num_heads):
+    count = check_integer("num_heads", num_heads)
+    if hidden_dim % count:
         raise ValueError(
             "Expected num_heads to divide hidden_dim; received: "
             f"num_heads={num_heads}, hidden_dim={hidden_dim}"
         )
-    return hidden_dim // num_heads
+    return hidden_dim // count
 
 
 def check_positive(name: str, value: Any, optional: bool = False) -> Any:
     """Returns `value` as a finite float > 0; None passes if `optional`."""
     if optional and value is None:
         return None
-    _check_finite(name, value, f", {name} > 0", lambda x: x > 0)
+    fits = _is_finite(value) and value > 0
+    _expect(fits, f"{name} to be a finite number, {name} > 0", name, value)
     return float(value)
 
 
 def check_number(name: str, value: Any) -> float:
     """Returns `value` as a float; it must be finite."""
-    _check_finite(name, value)
+    _expect(_is_finite(value), f"{name} to be a finite number", name, value)
     return float(value)
 
 
 def check_not_negative(name: str, value: Any) -> float:
     """Returns `value`; it must be finite and at least 0."""
-    _check_finite(name, value, f", {name} >= 0", lambda x: x >= 0)
+    fits = _is_finite(value) and value >= 0
+    _expect(fits, f"{name} to be a finite number, {name} >= 0", name, value)
     return value
-
-
-def _check_finite(name, value, bound="", is_within=lambda x: True):
-    if not _is_finite(value) or not is_within(value):
-        raise ValueError(
-            f"Expected {name} to be a finite number{bound}; received: {name}={value!r}"
-        )
 
 
 def check_dropout(name: str, rate: float) -> float:
     """Returns `rate`; it must be in [0, 1)."""
-    if not _is_finite(rate) or not 0 <= rate < 1:
-        raise ValueError(f"Expected {name} in [0, 1); received: {name}={rate!r}")
+    _expect(_is_finite(rate) and 0 <= rate < 1, f"{name} in [0, 1)", name, rate)
     return rate
 
 
-def _is_finite(value):
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return is_number and -float("inf") < value < float("inf")
+def _is_finite(value: Any) -> bool:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    return -float("inf") < value < float("inf")  # pyright: ignore[reportOperatorIssue]
 
 
-def check_bool(name: str, value: Any) -> bool:
+def check_bool(name: str, value: object) -> bool:
     """Returns `value`; it must be True or False."""
     if not isinstance(value, bool):
-        raise ValueError(
-            f"Expected {name} to be True or False; received: {name}={value!r}"
-        )
+        raise _unfit(f"{name} to be True or False", name, value)
     return value
 
 
-def check_string(name: str, value: Any) -> str:
+def check_string(name: str, value: object) -> str:
     """Returns `value`; it must be a string."""
     if not isinstance(value, str):
-        raise ValueError(f"Expected {name} to be a string; received: {name}={value!r}")
+        raise _unfit(f"{name} to be a string", name, value)
     return value
 
 
-def check_one_of(name: str, value: Any, allowed: Any) -> Any:
+def check_one_of(name: str, value: T, allowed: Collection) -> T:
     """Returns `value`; it must be one of `allowed`."""
     if value not in allowed:
-        raise ValueError(
-            f"Expected {name} to be one of {tuple(allowed)}; received: {name}={value!r}"
-        )
+        raise _unfit(f"{name} to be one of {tuple(allowed)}", name, value)
     return value
 
 
 def check_class_labels(
-    labels: Any, num_classes: int, ignored: int | None = None
+    labels: object, num_classes: int, ignored: int | None = None
 ) -> None:
     """Validates the range of class labels given as a NumPy array."""
     if not isinstance(labels, np.ndarray) or labels.dtype.kind not in "iufb":
@@ -179,7 +184,7 @@ def check_class_labels(
         )
 
 
-def check_mask(name: str, mask: Any, *shapes: tuple) -> Any:
+def check_mask(name: str, mask: Any, *shapes: Sequence) -> Tensor | None:
     """Returns `mask` as an array or tensor; it must have one of the shapes."""
     if mask is None:
         return None
@@ -188,7 +193,7 @@ def check_mask(name: str, mask: Any, *shapes: tuple) -> Any:
     return mask
 
 
-def check_ids(name: str, ids: Any, shape: tuple) -> None:
+def check_ids(name: str, ids: Any, shape: Sequence) -> None:
     """Validates that `ids` are integers of this shape."""
     if ids is not None:
         ids = ids if hasattr(ids, "dtype") else np.asarray(ids)
@@ -207,14 +212,14 @@ def _check_like(name, value, shapes, kinds, expected):
         )
 
 
-def fits_shape(received: Any, expected: Any) -> bool:
+def fits_shape(received: Sequence, expected: Sequence) -> bool:
     """Whether shapes are equal; unknown sizes match any other."""
     return len(received) == len(expected) and all(
         a == b or None in (a, b) for a, b in zip(received, expected)
     )
 
 
-def check_disjoint(name: str, pools: Any) -> None:
+def check_disjoint(name: str, pools: Iterable[Iterable[int]] | None) -> None:
     """Validates that no two sequences share a value."""
     values = [value for pool in pools or () for value in {*pool}]
     if len(set(values)) < len(values):
@@ -223,14 +228,13 @@ def check_disjoint(name: str, pools: Any) -> None:
         )
 
 
-def check_path(name: str, path: Any) -> Any:
+def check_path(name: str, path: T) -> T:
     """Returns `path`; rejects NUL, for which Python's error does not name the path."""
-    if "\0" in str(path):
-        raise ValueError(f"Expected a path without NUL; received: {name}={str(path)!r}")
+    _expect("\0" not in str(path), "a path without NUL", name, str(path))
     return path
 
 
-def check_dtype(name: str, dtype: Any) -> Any:
+def check_dtype(name: str, dtype: T) -> T:
     """Returns `dtype`; it must be a Keras dtype policy, its name or config, or None."""
     try:
         keras.dtype_policies.get(dtype)
@@ -242,21 +246,20 @@ def check_dtype(name: str, dtype: Any) -> Any:
     return dtype
 
 
-def check_initializer(name: str, value: Any) -> Any:
+def check_initializer(name: str, value: object) -> keras.initializers.Initializer:
     """Returns an initializer given as object, name or config."""
     try:
-        initializer = keras.initializers.get(value)
+        initializer: Any = keras.initializers.get(value)
     except (AttributeError, KeyError, TypeError, ValueError):
         initializer = None
-    if initializer is None:
-        raise ValueError(
-            f"Expected {name} to be an initializer of Keras, or the name of one; "
-            f"received: {name}={value!r}"
-        )
+    expected = f"{name} to be an initializer of Keras, or the name of one"
+    _expect(initializer is not None, expected, name, value)
     return initializer
 
 
-def check_affinity(affinity: Any, gates: Any, capacity: Any, mask: Any) -> None:
+def check_affinity(
+    affinity: Tensor, gates: Tensor, capacity: Size | None, mask: Tensor | None
+) -> None:
     """Validates the shapes of an allocation's arguments and a static capacity."""
     if len(affinity.shape) != 3 or tuple(gates.shape) != tuple(affinity.shape):
         raise ValueError(
@@ -284,7 +287,7 @@ def import_extra(module: str, message: str) -> ModuleType:
 
 def outer_stack_level() -> int:
     """The `stacklevel` of a warning for the first caller outside of this and Keras."""
-    level, frame = 1, inspect.currentframe().f_back
+    level, frame = 0, inspect.currentframe()
     inner = ("keras_moe", "keras", "keras_hub")
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in inner:
         level, frame = level + 1, frame.f_back
@@ -302,7 +305,7 @@ def argument_names(cls: type) -> list[str]:
     ]
 
 
-def argument_values(instance: Any, base: type) -> dict[str, Any]:
+def argument_values(instance: object, base: type) -> Config:
     """Returns the attributes named like constructor arguments of classes below `base`.
 
     A subclass may store an argument elsewhere, and add it to the config.

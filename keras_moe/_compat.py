@@ -14,6 +14,7 @@ import random
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import keras
@@ -57,33 +58,7 @@ from keras.src.saving.saving_lib import H5IOStore, safe_get_h5_dataset
 # `keras.saving.save_weights` asks like this before it replaces a file.
 from keras.src.utils.io_utils import ask_to_proceed_with_overwrite
 
-_ATTENTION, _OPTIMIZER = keras.layers.MultiHeadAttention, keras.optimizers.Optimizer
-
-# Private methods that subclasses override or call: owner, name and first arguments.
-PRIVATE_METHODS = (
-    # A step between the projections and the softmax, for norms of queries and keys.
-    (_ATTENTION, "_compute_attention", ("query", "key", "value")),
-    # Initializers of the projections that are not those of the config.
-    (_ATTENTION, "_get_common_kwargs_for_sublayer", ()),
-    # A mask of pixels instead of one of the numbers in them.
-    (keras.layers.CutMix, "_generate_batch_mask", ("images_shape", "box_corners")),
-    # Learning rates and weight decay by weight.
-    (
-        _OPTIMIZER,
-        "_backend_update_step",
-        ("grads", "trainable_variables", "learning_rate"),
-    ),
-    (_OPTIMIZER, "_apply_weight_decay", ("variables",)),
-    # A learning rate that only weight decay reads.
-    (_OPTIMIZER, "_get_current_learning_rate", ()),
-    # Averages of steps, where gradients are accumulated over batches.
-    (_OPTIMIZER, "_update_model_variables_moving_average", ("trainable_variables",)),
-    # The index of a weight among the variables of an optimizer.
-    (_OPTIMIZER, "_get_variable_index", ("variable",)),
-    # What `keras.models.clone_model` calls.
-    (Functional, "_run_through_graph", ("inputs", "operation_fn", "call_fn")),
-)
-
+from keras_moe._types import Activation, Config, DType
 
 # Layers.
 
@@ -111,7 +86,7 @@ def order_layers(model: keras.Model) -> None:
     model._layers.sort(key=lambda layer: places.get(id(layer), len(places)))
 
 
-def is_clone(arguments: dict[str, Any]) -> bool:
+def is_clone(arguments: Config) -> bool:
     """Whether `_run_through_graph` is called by `keras.models.clone_model`."""
     return {"operation_fn", "call_fn"} <= set(arguments)
 
@@ -131,7 +106,7 @@ def unlocked(layer: keras.layers.Layer) -> Iterator[None]:
         layer._tracker.lock()
 
 
-def set_dtype_policy(layer: keras.layers.Layer, policy: Any) -> None:
+def set_dtype_policy(layer: keras.layers.Layer, policy: DType) -> None:
     """Sets a built layer's policy; the public setter may also quantise the layer."""
     layer._dtype_policy = policy
 
@@ -169,7 +144,7 @@ def mark_loss_as_built(model: keras.Model) -> None:
     model._compile_loss.built = True
 
 
-def build_metrics(model: keras.Model, batch: Any) -> None:
+def build_metrics(model: keras.Model, batch: object) -> None:
     """Makes the variables of a compiled model's metrics, as before the first step."""
     model._symbolic_build(data_batch=batch)
 
@@ -204,11 +179,11 @@ def replaced_seed_generator(
 ONE_AT_A_TIME = threading.RLock()
 
 
-def view(layer: keras.layers.Layer, **attributes: Any) -> Any:
+def view(layer: keras.layers.Layer, **attributes: object) -> Any:
     """Returns a layer with the weights of another, and some attributes of its own."""
     other = object.__new__(type(layer))
     # In the instance's dict, where Keras and PyTorch track nothing.
-    vars(other).update(vars(layer), **attributes)
+    other.__dict__.update(vars(layer), **attributes)
     return other
 
 
@@ -239,8 +214,8 @@ def make_pure_predict_function(model: keras.Model, force: bool = False) -> None:
         *map(id, model.trainable_variables),
         *map(id, model.non_trainable_variables),
     ]
-    made = inspect.unwrap(model.predict_function)
-    if not force and getattr(made, "order", None) == order:
+    made: Any = model.predict_function
+    if not force and made and getattr(inspect.unwrap(made), "order", None) == order:
         return
 
     def step(data, state):
@@ -262,7 +237,7 @@ def make_pure_predict_function(model: keras.Model, force: bool = False) -> None:
 
     run = model._make_function(run, concatenate_outputs=True)
     run.order = order
-    model.predict_function = run
+    model.predict_function = run  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def compiled_once(function: Callable) -> Callable:
@@ -307,17 +282,19 @@ def keep_no_steps(optimizer: keras.optimizers.Optimizer) -> None:
             part.__dict__["_all_reduce_sum_gradients"] = list
 
 
-def overridden_gradient(graph: Any, function: Any) -> Any:
+def overridden_gradient(graph: Any, function: Callable) -> Any:
     """Context in which an `IdentityN` of TensorFlow holds its gradient, a function."""
     return graph._override_gradient_function({"IdentityN": function})
 
 
-def functions_are_transformed(torch: Any) -> bool:
+def functions_are_transformed(torch: ModuleType) -> bool:
     """Whether `torch.func` takes gradients or vectorises what is called now."""
     return torch._C._are_functorch_transforms_active()
 
 
-def rate_or_schedule(optimizer: keras.optimizers.Optimizer) -> Any:
+def rate_or_schedule(
+    optimizer: keras.optimizers.Optimizer,
+) -> keras.Variable | keras.optimizers.schedules.LearningRateSchedule:
     """Returns an optimizer's learning rate or schedule; the public one is a number."""
     return optimizer._learning_rate
 
@@ -333,13 +310,13 @@ def restored(variables: list) -> Iterator[list[np.ndarray]]:
             variable.assign(value)
 
 
-def random_states() -> dict[str, Any]:
+def random_states() -> Config:
     """Returns the states of all generators but those in models, as JSON data."""
     generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
-    name, keys, *rest = np.random.get_state()
+    name, keys, *rest = np.random.get_state(legacy=True)
     states = {
         "python": random.getstate(),
-        "numpy": [name, keys.tolist(), *rest],
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
         "keras": generator and keras.ops.convert_to_numpy(generator.state).tolist(),
     }
     if keras.backend.backend() == "torch":
@@ -349,7 +326,7 @@ def random_states() -> dict[str, Any]:
     return states
 
 
-def set_random_states(states: dict[str, Any]) -> None:
+def set_random_states(states: Config) -> None:
     """Sets what `random_states` returned, here or in an earlier process."""
     if states["keras"] is None:
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, None)
@@ -361,7 +338,7 @@ def set_random_states(states: dict[str, Any]) -> None:
     set_backend_states(states)
 
 
-def set_backend_states(states: dict[str, Any]) -> None:
+def set_backend_states(states: Config) -> None:
     """Sets the states of the backend's generators; only PyTorch has any."""
     # A checkpoint of another backend has none.
     if keras.backend.backend() == "torch" and "torch" in states:
@@ -383,7 +360,7 @@ def kept_random_states() -> Iterator[None]:
 @contextlib.contextmanager
 def variables_without_values() -> Iterator[None]:
     """Variables made within the context have shapes and dtypes, and never values."""
-    waiting = global_state.get_global_attribute(
+    waiting: Any = global_state.get_global_attribute(
         "uninitialized_variables", [], set_to_default=True
     )
     before = len(waiting)
@@ -427,7 +404,7 @@ def hub_file(preset: str, name: str) -> str:
     return preset_utils.get_file(preset, name)
 
 
-def init_task(task: Any, compile: bool = True, **kwargs: Any) -> None:
+def init_task(task: Any, compile: bool = True, **kwargs: object) -> None:
     """`keras_hub.models.Task.__init__` while other threads use other tasks.
 
     KerasHub's takes `Functional` out of the bases of all tasks for a moment.
@@ -449,9 +426,9 @@ def is_cached_of_storage(preset: str, name: str) -> bool:
     return os.path.exists(os.path.join(home, "models", folder, name))
 
 
-def stored_dataset(store: Any, key: str) -> Any | None:
+def stored_dataset(store: object, key: str) -> Any:
     """Returns the HDF5 dataset of a stored array, unread; `store[key]` copies it."""
-    group = getattr(store, "_h5_entry_group", None)
+    group: Any = getattr(store, "_h5_entry_group", None)
     if not isinstance(store, H5IOStore) or key not in group:
         return None
     # Rejects links and values in other files.
@@ -468,18 +445,18 @@ class ExpertBlock(NamedTuple):
     top_k: int
     normalizes: bool
     balance: float
-    activation: Any
-    router: Any
-    gate: Any
-    hidden: Any
-    output: Any
+    activation: Activation
+    router: keras.Variable
+    gate: keras.layers.Layer
+    hidden: keras.layers.Layer | None
+    output: keras.layers.Layer
     shared: tuple
 
 
-def expert_block(decoder: keras.layers.Layer) -> tuple[str | None, Any]:
+def expert_block(decoder: keras.layers.Layer) -> tuple[str | None, ExpertBlock | None]:
     """The attribute of a decoder layer's MoE block and its parts, or (None, None)."""
     for name in ("_sparse_moe_block", "mlp"):
-        block = getattr(decoder, name, None)
+        block: Any = getattr(decoder, name, None)
         if type(block).__name__ in EXPERT_BLOCKS:
             break
     else:
@@ -537,8 +514,12 @@ class _NoParameters:
 class _TorchParameters:
     """Completes `parameters()` and `state_dict()` of a KerasHub model."""
 
+    variables: list[keras.Variable]
+    _modules: dict
+    _torch_params: Any
+
     def _track_variables(self):
-        super()._track_variables()
+        super()._track_variables()  # pyright: ignore[reportAttributeAccessIssue]
         variables, numbers = list(self.variables), collections.Counter()
         parameters = {}
         for variable in variables:
@@ -560,25 +541,25 @@ class _TorchParameters:
         if not is_complete or any(a is not b for a, b in zip(tracked, variables)):
             self._track_variables()
 
-    def named_parameters(self, *args: Any, **kwargs: Any):
+    def named_parameters(self, *args: object, **kwargs: object):
         """See `torch.nn.Module.named_parameters`."""
         self._track_all()
-        return super().named_parameters(*args, **kwargs)
+        return super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict:
+    def state_dict(self, *args: object, **kwargs: object) -> dict:
         """See `torch.nn.Module.state_dict`."""
         self._track_all()
-        return super().state_dict(*args, **kwargs)
+        return super().state_dict(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def load_state_dict(self, *args: Any, **kwargs: Any):
+    def load_state_dict(self, *args: object, **kwargs: object):
         """See `torch.nn.Module.load_state_dict`."""
         self._track_all()
-        return super().load_state_dict(*args, **kwargs)
+        return super().load_state_dict(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _apply(self, *args: Any, **kwargs: Any):
+    def _apply(self, *args: object, **kwargs: object):
         # PyTorch calls it for `to`, `cuda`, `double` and so on.
         self._track_all()
-        return super()._apply(*args, **kwargs)
+        return super()._apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 TorchParameters = (

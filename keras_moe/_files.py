@@ -22,7 +22,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, cast
 
 import filelock
 
@@ -74,7 +74,9 @@ def open_regular(
     return file
 
 
-def regular_file(path: Any, within: str | os.PathLike | None = None) -> Any:
+def regular_file(
+    path: str | os.PathLike, within: str | os.PathLike | None = None
+) -> str | os.PathLike:
     """Returns the path of a file that another library opens, checked alike."""
     open_regular(path, within).close()
     return path
@@ -160,7 +162,7 @@ def new_file(path: str | os.PathLike, size: int = 0) -> Iterator[BinaryIO]:
         part.unlink(missing_ok=True)
 
 
-def write_bytes(path: str | os.PathLike, data: Any) -> None:
+def write_bytes(path: str | os.PathLike, data: bytes | bytearray | memoryview) -> None:
     """Writes a file atomically."""
     with new_file(path, memoryview(data).nbytes) as file:
         file.write(data)
@@ -171,12 +173,12 @@ def write_text(path: str | os.PathLike, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_json(path: str | os.PathLike, value: Any) -> None:
+def write_json(path: str | os.PathLike, value: object) -> None:
     """Writes JSON atomically; NaN and infinities become null."""
     write_text(path, json_text(value) + "\n")
 
 
-def json_text(value: Any) -> str:
+def json_text(value: object) -> str:
     """Returns indented JSON; NaN and infinities become null."""
     return json.dumps(_without_non_finite(value), indent=2, allow_nan=False)
 
@@ -218,10 +220,10 @@ def _sync_tree(path: str | os.PathLike) -> None:
 def sha256_of(path: str | os.PathLike) -> str:
     """Returns the SHA-256 of a file as hexadecimal digits."""
     with open_regular(path, buffering=0) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(cast(io.FileIO, file), "sha256").hexdigest()
 
 
-def is_plain_file(folder: str | os.PathLike, name: Any) -> bool:
+def is_plain_file(folder: str | os.PathLike, name: object) -> bool:
     """Whether a name refers to a regular file in a folder, not to a link or path."""
     if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
         return False

@@ -12,6 +12,7 @@ import keras
 
 from keras_moe._checks import nearest
 from keras_moe._compat import flatten_layers, own_variables
+from keras_moe._types import Config
 
 FROZEN = "frozen"
 
@@ -43,7 +44,7 @@ def inner_layers(
             yield from inner_layers(part, f"{prefix}{name}/")
 
 
-def frozen_paths(layer: keras.layers.Layer, inner_models: bool = False) -> list[str]:
+def frozen_paths(layer: Any, inner_models: bool = False) -> list[str]:
     """Returns what in a layer differs from what its own `trainable` says.
 
     Inner models of this library, whose configs say it too, are left out on request.
@@ -71,9 +72,7 @@ def _keeps_own(part):
     return getattr(part, "keeps_own_freezing", False)
 
 
-def freeze(
-    layer: keras.layers.Layer, paths: Iterable[str], strict: bool = True
-) -> list[str]:
+def freeze(layer: Any, paths: Iterable[str], strict: bool = True) -> list[str]:
     """Freezes what `frozen_paths` returned, here or in a layer with the same parts.
 
     Unknown paths raise ValueError, or are returned with `strict=False`.
@@ -135,7 +134,7 @@ class KeepsFrozen:
     Keras leaves both to the layer, whose parts may be made as late as in `build`.
     """
 
-    _frozen_when_built = ()
+    _frozen_when_built: tuple[str, ...] = ()
 
     def __setattr__(self, name, value):
         is_part = isinstance(value, keras.layers.Layer)
@@ -147,10 +146,10 @@ class KeepsFrozen:
             self._frozen_when_built = ()
 
     @classmethod
-    def from_config(cls, config: dict) -> Any:
+    def from_config(cls, config: Config) -> Any:
         config = dict(config)
         frozen = config.pop(FROZEN, ())
-        layer = super().from_config(config)
+        layer = super().from_config(config)  # pyright: ignore[reportAttributeAccessIssue]
         if layer.built:
             freeze(layer, frozen)
         else:
@@ -158,7 +157,8 @@ class KeepsFrozen:
         return layer
 
     def get_config(self):
-        return {**super().get_config(), **self.frozen_config()}
+        config = super().get_config()  # pyright: ignore[reportAttributeAccessIssue]
+        return {**config, **self.frozen_config()}
 
     def frozen_config(self) -> dict[str, list[str]]:
         """Returns the part of the config that says what is frozen, if anything is."""

@@ -2,23 +2,19 @@
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
 
 from keras_moe._compat import serving
+from keras_moe._types import Structure
+
+T = TypeVar("T")
 
 
 def process_shard() -> tuple[int, int]:
-    """Returns JAX's process index and count, or (0, 1), as `shard` of data pipelines.
-
-    Example:
-
-    >>> from keras_moe._processes import process_shard
-    >>> process_shard()
-    (0, 1)
-    """
+    """Returns JAX's process index and count, or (0, 1), as data pipelines' `shard`."""
     if keras.backend.backend() != "jax":
         return 0, 1
     from keras_moe._backends.jax import process_shard as shard
@@ -43,7 +39,7 @@ def rank_and_world_size() -> tuple[int, int]:
     return process_shard()
 
 
-def checked_all_gather(work: Callable[[], Any]) -> list[Any]:
+def checked_all_gather(work: Callable[[], T]) -> list[T]:
     """Calls a function in each process and returns all results.
 
     If it fails in one process, all raise instead of waiting for it in the next step.
@@ -74,10 +70,11 @@ def checked_all_gather(work: Callable[[], Any]) -> list[Any]:
 _ERRORS = {"ValueError": ValueError, "OSError": OSError}
 
 
-def broadcast_from_primary(work: Callable[[], Any]) -> Any:
+def broadcast_from_primary(work: Callable[[], T]) -> T:
     """Calls a function in the primary process and returns its result in all."""
     is_primary = rank_and_world_size()[0] == 0
-    return checked_all_gather(work if is_primary else lambda: None)[0]
+    results: list[Any] = checked_all_gather(work if is_primary else lambda: None)
+    return results[0]
 
 
 def batch_devices() -> int:
@@ -107,7 +104,9 @@ def gathered_batch(batch: Any) -> Any:
     return keras.tree.map_structure(gather, batch)
 
 
-def predict_batch(model: keras.Model, inputs: Any, size: int | None = None) -> Any:
+def predict_batch(
+    model: keras.Model, inputs: Structure, size: int | None = None
+) -> Any:
     """`model.predict_on_batch` that returns the whole outputs in every process."""
     distribution = keras.distribution.distribution()
     if distribution is None:
@@ -143,7 +142,8 @@ class _WholeOutputs(keras.Model):
         self.built = True
 
     def call(self, inputs, training=None):
-        mesh = keras.distribution.distribution().device_mesh
+        distribution: Any = keras.distribution.distribution()
+        mesh = distribution.device_mesh
 
         def whole(output):
             everywhere = [None] * len(output.shape)

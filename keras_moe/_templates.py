@@ -2,9 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from keras_moe._files import read_text
 
@@ -15,7 +14,9 @@ PLACE = "{}"
 _PROBE = "\N{BLACK STAR}\N{WHITE STAR}"
 
 
-def read_templates(templates: Any, sets: Sequence[str] = ()) -> tuple[Template, ...]:
+def read_templates(
+    templates: str | os.PathLike | Iterable[Template], sets: Sequence[str] = ()
+) -> tuple[Template, ...]:
     """Returns checked templates from a string with `{}`, a sequence of strings and
     functions, or a file (a JSON list, or one template per line). `sets` are further
     valid names, for error messages.

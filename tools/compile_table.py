@@ -25,8 +25,7 @@ from pathlib import Path
 
 from keras_moe import distribution, models, routers
 from keras_moe._files import write_json
-from keras_moe.distribution.chips import CHIPS
-from keras_moe.distribution.compiled import GENERATIONS
+from keras_moe.distribution.chips import GENERATIONS
 
 SIZES = {"num_layers": 2, "num_classes": 1000}
 ROWS = {
@@ -219,7 +218,7 @@ def whole(preset: str, topology: str, examples: int, options: dict) -> dict:
     sending = seconds.pop("collectives")
     computing = sum(seconds.values())
     (flops,) = of_all(lambda costs: {"": costs.model_flops}).values()
-    chip = CHIPS[GENERATIONS[topology.partition(":")[0]][0]]
+    chip = GENERATIONS[topology.partition(":")[0]]
     peak = chip.peak_flops / (2 if topology.startswith("tpu7x") else 1)
     return {
         **found,

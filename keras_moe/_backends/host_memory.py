@@ -5,16 +5,22 @@ Keras loads weights without a copy.
 """
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import keras
 import numpy as np
+from numpy.typing import DTypeLike
+
+from keras_moe._types import Tensor
+
+if TYPE_CHECKING:
+    import torch
 
 # Bytes; XLA and TensorFlow copy arrays with another alignment.
 _ALIGNMENT = 64
 
 
-def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     """Zeros that take no memory until they are written."""
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
@@ -30,15 +36,15 @@ def holds_values() -> bool:
     is split over devices.
     """
     if keras.backend.backend() == "torch":
-        return keras.ops.zeros((0,)).device.type != "meta"
+        return _like("float32").device.type != "meta"
     if keras.backend.backend() != "jax" or not keras.distribution.distribution():
         return True
-    import jax
+    import jax.core
 
     return not isinstance(jax.numpy.zeros(()), jax.core.Tracer)
 
 
-def to_tensor(values: np.ndarray) -> Any:
+def to_tensor(values: np.ndarray) -> Tensor:
     """A tensor of values that must not change any more; not a copy on CPUs."""
     if keras.backend.backend() == "jax":
         import jax
@@ -53,11 +59,17 @@ def to_tensor(values: np.ndarray) -> Any:
     return torch.from_numpy(values)
 
 
-def lazy_zeros(shape: tuple[int, ...], dtype: str) -> Any | None:
+def lazy_zeros(shape: tuple[int, ...], dtype: str) -> Tensor | None:
     """A tensor of zeros that takes no memory on CPUs until it is written."""
     backend = keras.backend.backend()
     if backend == "torch":
-        return _lazy_zeros_torch(shape, dtype)
+        import torch
+
+        like = _like(dtype)
+        if like.device.type != "cpu":
+            return like.new_zeros(shape)
+        memory = zeros((math.prod(shape) * like.element_size(),), "uint8")
+        return torch.from_numpy(memory).view(like.dtype).view(shape)
     if backend == "tensorflow":
         import tensorflow as tf
 
@@ -82,15 +94,9 @@ def memory_of(variable: keras.Variable) -> np.ndarray | None:
     return value.numpy() if has_memory and value.dtype != torch.bfloat16 else None
 
 
-def _lazy_zeros_torch(shape, dtype):
-    import torch
-
-    # Keras's device and PyTorch's dtype.
-    like = keras.ops.zeros((0,), dtype)
-    if like.device.type != "cpu":
-        return like.new_zeros(shape)
-    memory = zeros((math.prod(shape) * like.element_size(),), "uint8")
-    return torch.from_numpy(memory).view(like.dtype).view(shape)
+def _like(dtype) -> "torch.Tensor":
+    """A tensor of PyTorch on Keras's device, in PyTorch's dtype."""
+    return cast("torch.Tensor", keras.ops.zeros((0,), dtype))
 
 
 class _Given:

@@ -14,7 +14,9 @@ from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 from jax.extend.backend import backends
 
-_ASKED_FOR = contextvars.ContextVar("platforms asked for", default=())
+_ASKED_FOR: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
+    "platforms asked for", default=()
+)
 
 
 def platform() -> str:
@@ -24,7 +26,8 @@ def platform() -> str:
         # The devices may be those of a topology that is compiled for.
         return distribution.device_mesh.backend_mesh.devices.flat[0].platform
     # A device or its platform, such as within `keras.device("cpu:0")`.
-    device = jax.config.jax_default_device
+    config: Any = jax.config
+    device = config.jax_default_device
     return getattr(device, "platform", device) or jax.default_backend()
 
 
@@ -50,7 +53,7 @@ def platforms() -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def by_platform(*inputs: Any, default: Callable, **forms: Callable) -> Any:
+def by_platform(*inputs: object, default: Callable, **forms: Callable) -> Any:
     """`lax.platform_dependent` that traces no form of another platform.
 
     Otherwise, what a new version of JAX lacks for GPUs would fail on CPUs. Programs for
@@ -84,14 +87,14 @@ def process_shard() -> tuple[int, int]:
     return jax.process_index(), jax.process_count()
 
 
-def placed(value: np.ndarray, sharding: Any) -> Any:
+def placed(value: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
     """An array on the devices of all processes, each of which has all values."""
     return jax.make_array_from_callback(
         value.shape, sharding, lambda index: value[index]
     )
 
 
-def with_shards(value: Any) -> Any:
+def with_shards(value: jax.Array) -> jax.Array:
     """The same array, with readable `addressable_shards`.
 
     With one device per process, JAX (0.10.2) does not find the shards of a local array
@@ -137,15 +140,17 @@ def readable_by_tensorflow() -> Iterator[None]:
     TensorFlow's, and has no argument for it. This can go when it has one.
     """
     import tensorflow as tf
-    from jaxlib.mlir.dialects import stablehlo
-    from tensorflow.compiler.mlir.stablehlo import stablehlo as of_tensorflow
+    from jaxlib.mlir.dialects import stablehlo as of_jax
+    from tensorflow.compiler.mlir.stablehlo import stablehlo
 
-    readable, own = of_tensorflow.get_current_version(), getattr(stablehlo, _VERSION)
+    # Made by a compiler, so that a checker knows nothing of it.
+    of_tensorflow: Any = stablehlo
+    readable, own = of_tensorflow.get_current_version(), getattr(of_jax, _VERSION)
 
     def version(requirement):
         return of_tensorflow.get_smaller_version(readable, own(requirement))
 
-    setattr(stablehlo, _VERSION, version)
+    setattr(of_jax, _VERSION, version)
     try:
         yield
     except Exception as error:
@@ -158,7 +163,7 @@ def readable_by_tensorflow() -> Iterator[None]:
             f"{textwrap.shorten(str(error), 250)}"
         ) from error
     finally:
-        setattr(stablehlo, _VERSION, own)
+        setattr(of_jax, _VERSION, own)
 
 
 def use_cache(folder: str) -> None:

@@ -60,7 +60,8 @@ def alone() -> Iterator[None]:
     jax.devices()
     with _LOCK, kept_random_states():
         distribution = keras.distribution.distribution()
-        cached = jax.config.jax_enable_compilation_cache
+        config: Any = jax.config
+        cached = config.jax_enable_compilation_cache
         before = {name: os.environ.get(name) for name in (*ENVIRONMENT, "XLA_FLAGS")}
         try:
             for name, value in ENVIRONMENT.items():
@@ -132,7 +133,7 @@ def _no_compiler(package, message):
             f"{os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD']}; received: {message}"
         )
     # Such as "libtpu==0.0.42.*; extra == 'tpu'".
-    wanted = [x.partition(";")[0] for x in metadata.requires("jax")]
+    wanted = [x.partition(";")[0] for x in metadata.requires("jax") or ()]
     wanted = min((x for x in wanted if x.startswith(package)), key=len, default=package)
     versions = [f"{x} {metadata.version(x)}" for x in ("jax", "jaxlib", package)]
     return ImportError(

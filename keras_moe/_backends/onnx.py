@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from keras import tree
-from onnxscript import opset18 as op
+from onnxscript import opset18
 
 from keras_moe._files import new_partial
 
 _INT32, _INT64 = 6, 7  # onnx.TensorProto
+# Its types are those of constants, not of what a program computes.
+op: Any = opset18
 # PyTorch fixes dimensions of size 0 or 1 while it traces.
 _EXAMPLE_BATCH = 2
 
@@ -43,11 +45,13 @@ def export_onnx(
         with torch.no_grad():
             program = torch.export.export(
                 model,
-                tuple(tree.map_structure(example, signature)),
-                dynamic_shapes=(tuple(tree.map_structure(dynamic, signature)),),
+                tuple(tree.map_structure(example, x) for x in signature),
+                dynamic_shapes=(
+                    tuple(tree.map_structure(dynamic, x) for x in signature),
+                ),
                 strict=False,
             )
-            onnx = torch.onnx.export(
+            onnx: Any = torch.onnx.export(
                 program,
                 dynamo=True,
                 custom_translation_table=TRANSLATIONS,

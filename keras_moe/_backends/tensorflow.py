@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def is_tensorflow(value: Any) -> bool:
+def is_tensorflow(value: object) -> bool:
     """Whether a value is one of TensorFlow's tensors, which need not be imported."""
     return type(value).__module__.partition(".")[0] == "tensorflow"
 
@@ -40,7 +40,7 @@ def call_on_strings(
     return tensors
 
 
-def is_iterator(value: Any) -> bool:
+def is_iterator(value: object) -> bool:
     """Whether a value is one of TensorFlow's iterators, which need not be imported."""
     # Another thread may be importing it.
     data = getattr(sys.modules.get("tensorflow"), "data", None)

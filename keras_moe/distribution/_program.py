@@ -122,11 +122,11 @@ class Program:
     def longest(self, number: int) -> list[Operation]:
         """The operations with the most cycles, those of all blocks together."""
         runs, cycles = Counter(), Counter()
-        for *operation, times, count in self.operations:
-            runs[tuple(operation)] += times
-            cycles[tuple(operation)] += count
+        for operation in self.operations:
+            runs[operation[:3]] += operation.runs
+            cycles[operation[:3]] += operation.cycles
         return [
-            Operation(*operation, runs[operation], count)
+            Operation._make((*operation, runs[operation], count))
             for operation, count in cycles.most_common(number)
         ]
 
@@ -151,7 +151,8 @@ class Program:
             scatters = ALL_REDUCE_SCATTER in line
             lines = [line]
             if scatters or match[1].startswith(ASYNC):
-                lines = self._computations[CALLED.search(line)[2]]
+                (_, called), *_ = CALLED.findall(line)
+                lines = self._computations[called]
             for found in filter(None, map(_transfer, lines)):
                 kind, group, size = found
                 # Its ring sends the array before the slice.
@@ -232,7 +233,7 @@ def _sources(text):
         return {}
     places = {}
     for number, fields in tables["FileLocations"].items():
-        file, line = re.search(r"file_name_id=(\d+).*? line=(\d+)", fields).groups()
+        ((file, line),) = re.findall(r"file_name_id=(\d+).*? line=(\d+)", fields)
         path = tables["FileNames"][file].strip('"')
         _, found, inside = path.rpartition("keras_moe/")
         # The planner itself is the outermost.
@@ -261,7 +262,9 @@ def _short(name):
 def _transfer(line):
     """Kind, devices in a group and bytes of a collective; None for what is none."""
     match = INSTRUCTION.match(line)
-    kind = match[3].removesuffix("-start") if match else None
+    if match is None:
+        return None
+    kind = match[3].removesuffix("-start")
     if kind not in COLLECTIVES:
         return None
     # Without what only the hardware reads.

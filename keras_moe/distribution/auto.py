@@ -1,5 +1,6 @@
 """`auto`: a `keras.distribution` object for a model."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -16,9 +17,9 @@ INSTEAD = {
 
 
 def auto(
-    model_or_preset: Any,
-    devices: Any = None,
-    expert_parallel: Any = None,
+    model_or_preset: object,
+    devices: Sequence[object] | None = None,
+    expert_parallel: int | str | None = None,
     model_parallel: int = 1,
     batch_size: int | None = None,
     auto_shard_dataset: bool = True,
@@ -65,7 +66,13 @@ def auto(
     ...     )
     ...     keras.distribution.set_distribution(None)
     """
-    _check_backend()
+    backend = keras.backend.backend()
+    if backend != "jax":
+        raise ValueError(
+            "Expected the JAX backend, the only one on which Keras splits models. On "
+            f"this one, {INSTEAD.get(backend, 'use one device')}; "
+            f"received: backend={backend!r}"
+        )
     devices = keras.distribution.list_devices() if devices is None else list(devices)
     rules = layouts(
         model_or_preset,
@@ -97,24 +104,13 @@ def auto(
     )
 
 
-def _check_backend() -> None:
-    """Raises ValueError on backends on which Keras does not split models."""
-    backend = keras.backend.backend()
-    if backend != "jax":
-        raise ValueError(
-            "Expected the JAX backend, the only one on which Keras splits models. On "
-            f"this one, {INSTEAD.get(backend, 'use one device')}; "
-            f"received: backend={backend!r}"
-        )
-
-
 def _mesh(sizes, devices):
     return keras.distribution.DeviceMesh(
         tuple(sizes.values()), tuple(sizes), devices=devices
     )
 
 
-def gathered(variable: Any) -> np.ndarray:
+def gathered(variable: keras.Variable) -> np.ndarray:
     """Returns the full value of a distributed variable as an array on every process.
 
     All processes must call this for the same variables in the same order. The full

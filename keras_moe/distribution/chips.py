@@ -1,4 +1,4 @@
-"""Published figures of accelerators."""
+"""The table of accelerators: published figures, and what their compilers say."""
 
 import itertools
 import math
@@ -8,6 +8,11 @@ from keras_moe._checks import check_integer
 
 # Chips along a dimension that wraps around, by the number of dimensions.
 RING = {1: 4, 2: 16, 3: 4}
+GIB = 2**30
+# Shapes of topologies: chips along each dimension, or hosts and GPUs of a host.
+FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
+HOSTS = ("1", "2", "4", "8", "2x8", "4x8", "8x8")
 
 
 class Chip(NamedTuple):
@@ -16,12 +21,17 @@ class Chip(NamedTuple):
     Attributes:
         name: name of the chip.
         peak_flops: dense bfloat16 FLOP/s.
-        memory: bytes of memory.
+        memory: bytes of memory, as published.
         memory_bandwidth: memory bandwidth in bytes/s.
         links: number of links to its neighbours.
         link_bandwidth: bytes/s of one link in one direction.
         torus: dimensions of the torus of links; 0 for a switch that connects all chips.
         source: where the figures are published.
+        generation: the compiler's name of the chip; None without a compiler.
+        shapes: shapes of topologies that `compiled_costs` knows.
+        capacity: bytes that the compiler fills on a device, which may be half a chip.
+        flops_per_cycle: FLOPs of a device in a cycle of its matrix units; None for
+            GPUs, whose compiler counts no cycles.
 
     Example:
 
@@ -39,6 +49,10 @@ class Chip(NamedTuple):
     link_bandwidth: float
     torus: int
     source: str
+    generation: str | None = None
+    shapes: tuple[str, ...] = ()
+    capacity: float = 0.0
+    flops_per_cycle: int | None = None
 
     @property
     def bandwidth(self) -> float:
@@ -82,29 +96,33 @@ CHIPS = {
     chip.name: chip
     for chip in (
         Chip(
-            "tpu_v4", 275e12, 32 * 2**30, 1200e9, 6, 50e9, 3,
+            "tpu_v4", 275e12, 32 * GIB, 1200e9, 6, 50e9, 3,
             "Jouppi et al., TPU v4, Table 4: 275 TFLOP/s, 32 GiB, 1200 GB/s, 6 links "
-            "of 50 GB/s",
+            "of 50 GB/s", "v4", CUBES, 30.75 * GIB, 2**18,
         ),
         Chip(
             # 1600 Gbit/s over four links.
-            "tpu_v5e", 197e12, 16 * 2**30, 819e9, 4, 50e9, 2,
+            "tpu_v5e", 197e12, 16 * GIB, 819e9, 4, 50e9, 2,
             "Google Cloud, TPU v5e: 197 TFLOP/s, 16 GiB, 819 GB/s, 1600 Gbit/s",
+            "v5e", FLAT, 15.75 * GIB, 2**17,
         ),
         Chip(
             # 4800 Gbit/s over six links.
-            "tpu_v5p", 459e12, 95 * 2**30, 2765e9, 6, 100e9, 3,
+            "tpu_v5p", 459e12, 95 * GIB, 2765e9, 6, 100e9, 3,
             "Google Cloud, TPU v5p: 459 TFLOP/s, 95 GiB, 2765 GB/s, 4800 Gbit/s",
+            "v5p", ("1x1x1", *CUBES), 95.73 * GIB, 2**18,
         ),
         Chip(
             # 800 GB/s over four links, both directions counted.
-            "tpu_v6e", 918e12, 32 * 2**30, 1638e9, 4, 100e9, 2,
+            "tpu_v6e", 918e12, 32 * GIB, 1638e9, 4, 100e9, 2,
             "Google Cloud, TPU v6e: 918 TFLOP/s, 32 GiB, 1638 GB/s, 800 GB/s",
+            "v6e", FLAT, 31.24 * GIB, 2**19,
         ),
         Chip(
-            # 1200 GB/s over six links, both directions counted.
-            "tpu_7x", 2307e12, 192 * 2**30, 7380e9, 6, 100e9, 3,
+            # 1200 GB/s over six links, both directions counted. Two devices.
+            "tpu_7x", 2307e12, 192 * GIB, 7380e9, 6, 100e9, 3,
             "Google Cloud, TPU7x: 2307 TFLOP/s, 192 GiB, 7380 GB/s, 1200 GB/s",
+            "tpu7x", CUBES, 94.74 * GIB, 2**19,
         ),
         Chip(
             # The data sheets count sparse operations and both link directions.
@@ -113,9 +131,10 @@ CHIPS = {
             "3.35 TB/s, NVLink 900 GB/s in both directions",
         ),
         Chip(
+            # The data sheet says 141 GB, and XLA (h200.txtpb) 141 GiB.
             "h200", 989.5e12, 141e9, 4800e9, 18, 25e9, 0,
             "NVIDIA H200 data sheet, SXM: 1979 TFLOP/s with sparsity, 141 GB, "
-            "4.8 TB/s, NVLink 900 GB/s in both directions",
+            "4.8 TB/s, NVLink 900 GB/s in both directions", "h200", HOSTS, 141.0 * GIB,
         ),
         Chip(
             "b200", 2250e12, 180e9, 8000e9, 18, 50e9, 0,
@@ -124,3 +143,5 @@ CHIPS = {
         ),
     )
 }  # fmt: skip
+# Those with a compiler, by its name of the chip.
+GENERATIONS = {chip.generation: chip for chip in CHIPS.values() if chip.generation}

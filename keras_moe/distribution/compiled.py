@@ -15,28 +15,14 @@ from keras_moe._checks import argument_names, check_integer, check_one_of
 from keras_moe._compat import flatten_layers
 from keras_moe.distribution._program import Program
 from keras_moe.distribution.auto import auto
-from keras_moe.distribution.chips import CHIPS
+from keras_moe.distribution.chips import GENERATIONS, GIB
 from keras_moe.distribution.costs import STEP_NAMES, memory_table, numbers_table
 from keras_moe.models import registry
 from keras_moe.models.loading.blueprint import resolve
 
 STEPS = ("train", "predict", "generate")
-FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
-HOSTS = ("1", "2", "4", "8", "2x8", "4x8", "8x8")
-# By libtpu's names: the chip, FLOPs of a device in a cycle of its matrix units, the
-# GiB that the compiler fills, and the shapes. GPUs have no cycles, the memory of their
-# description (a .txtpb file), and hosts x GPUs.
-GENERATIONS = {
-    "v4": ("tpu_v4", 2**18, 30.75, CUBES),
-    "v5e": ("tpu_v5e", 2**17, 15.75, FLAT),
-    "v5p": ("tpu_v5p", 2**18, 95.73, ("1x1x1", *CUBES)),
-    "v6e": ("tpu_v6e", 2**19, 31.24, FLAT),
-    "tpu7x": ("tpu_7x", 2**19, 94.74, CUBES),
-    "h200": ("h200", None, 141.0, HOSTS),
-}
 TOPOLOGIES = tuple(
-    f"{name}:{shape}" for name, (*_, shapes) in GENERATIONS.items() for shape in shapes
+    f"{name}:{shape}" for name, chip in GENERATIONS.items() for shape in chip.shapes
 )
 
 
@@ -134,8 +120,8 @@ class CompiledCosts(NamedTuple):
             f"{self.heading} ({self.num_devices} devices)",
             memory_table(self.memory, {"the device": self.capacity}),
         ]
-        if self.seconds is not None:
-            shown.append(self._time_table())
+        if self.seconds is not None and self.step_seconds is not None:
+            shown.append(self._time_table(self.seconds, self.step_seconds))
         if sent:
             columns = ("kind", "number", "GB")
             shown.append(numbers_table("collectives on a device", columns, sent))
@@ -144,15 +130,13 @@ class CompiledCosts(NamedTuple):
         for each in (*shown, *self._remarks()):
             console.print(each, highlight=False, soft_wrap=isinstance(each, str))
 
-    def _time_table(self):
-        slowest = self.step_seconds[1]
+    def _time_table(self, seconds, steps):
         times = {
-            part: (f"{1e3 * seconds:.2f}", f"{seconds / slowest:.0%}")
-            for part, seconds in self.seconds.items()
+            part: (f"{1e3 * time:.2f}", f"{time / steps[1]:.0%}")
+            for part, time in seconds.items()
         }
         total = {
-            name: (f"{1e3 * seconds:.2f}", "")
-            for name, seconds in zip(STEP_NAMES, self.step_seconds)
+            name: (f"{1e3 * time:.2f}", "") for name, time in zip(STEP_NAMES, steps)
         }
         total["model FLOPs utilisation"] = ("", self.utilization_text)
         return numbers_table("time of a step", ("part", "ms", "share"), times, total)
@@ -200,11 +184,11 @@ class CompiledCosts(NamedTuple):
 
 
 def compiled_costs(
-    model_or_preset: Any,
+    model_or_preset: object,
     topology: str,
     batch_size: int,
     step: str = "train",
-    expert_parallel: Any = None,
+    expert_parallel: int | str | None = None,
     model_parallel: int = 1,
     dtype: str | None = None,
     num_classes: int | None = None,
@@ -228,14 +212,12 @@ def compiled_costs(
         batch_size: global batch size.
         step: `"train"`, `"predict"` or, for language models, `"generate"`: a prompt of
             up to `max_length` tokens, and then one token at a time with a cache.
-        expert_parallel: as in `auto`.
-        model_parallel: as in `auto`.
+        expert_parallel: as in `auto`, and so are `model_parallel` and `overrides`.
         dtype: dtype policy of a preset; defaults to `"mixed_bfloat16"`.
         num_classes: number of classes of a new head. Defaults to 1000 where a backbone
             gets a classifier.
         fit: whether to try again what does not fit: a preset with `rematerialize=True`,
             and then with half the batch, down to one example for each device.
-        **overrides: arguments of the model that differ from the preset.
 
     Raises:
         ImportError: the compiler (libtpu, JAX's CUDA plugin) is not installed, or not
@@ -269,7 +251,7 @@ def compiled_costs(
     from keras_moe._backends import jax_compilation
 
     changes = {}
-    _, _, capacity, _ = GENERATIONS[topology.partition(":")[0]]
+    capacity = GENERATIONS[topology.partition(":")[0]].capacity / GIB
     with jax_compilation.alone():
         devices = jax_compilation.topology_devices(topology)
         while True:
@@ -279,7 +261,7 @@ def compiled_costs(
             layouts = auto(model, devices, expert_parallel, model_parallel, size)
             try:
                 compiled = jax_compilation.compile_step(model, layouts, size, step)
-                needed = sum(compiled.memory.values()) / 2**30
+                needed = sum(compiled.memory.values()) / GIB
                 if needed > capacity:
                     raise MemoryError(needed, capacity)
                 break
@@ -294,7 +276,7 @@ def compiled_costs(
                 else:
                     change = None
                 if not fit or change is None:
-                    message = _too_large(*error.args, name, topology, size, kept, fit)
+                    message = _too_large(error, name, topology, size, kept, fit)
                     raise ValueError(message) from error
                 changes |= change
     return _costs(name, topology, len(devices), step, size, flops, compiled, changes)
@@ -305,7 +287,9 @@ def _check_topology(topology):
         return
     generation, _, _ = str(topology).partition(":")
     if generation in GENERATIONS:
-        allowed = f"a shape of {generation}: {', '.join(GENERATIONS[generation][-1])}"
+        allowed = (
+            f"a shape of {generation}: {', '.join(GENERATIONS[generation].shapes)}"
+        )
     else:
         allowed = (
             f"a generation, one of {', '.join(GENERATIONS)}, and a shape, such as "
@@ -314,7 +298,8 @@ def _check_topology(topology):
     raise ValueError(f"Expected {allowed}; received: topology={topology!r}")
 
 
-def _too_large(needed, capacity, name, topology, size, keeps_activations, tried):
+def _too_large(error, name, topology, size, keeps_activations, tried):
+    needed, capacity = error.args
     more = ", with rematerialize=True" if keeps_activations else ""
     more += "" if tried else " (fit=True tries)"
     return (
@@ -328,17 +313,16 @@ def _too_large(needed, capacity, name, topology, size, keeps_activations, tried)
 def _costs(name, topology, num_devices, step, batch_size, flops, compiled, changes):
     """Reads the costs of a compiled program."""
     generation, _, shape = topology.partition(":")
-    chip_name, flops_per_cycle, capacity, _ = GENERATIONS[generation]
-    chip, num_chips = CHIPS[chip_name], math.prod(map(int, shape.split("x")))
+    chip, num_chips = GENERATIONS[generation], math.prod(map(int, shape.split("x")))
     program = Program(compiled.text, compiled.optimizer)
     model_flops = (3 if step == "train" else 1) * flops * batch_size / num_devices
     seconds = utilization = None
     operations = []
-    if flops_per_cycle is not None:
+    if chip.flops_per_cycle is not None:
         # A device may be half a chip.
         share = num_devices / num_chips
         peak = chip.peak_flops / share
-        cycle = flops_per_cycle / peak
+        cycle = chip.flops_per_cycle / peak
         seconds = {part: cycle * x for part, x in program.cycles_by_part().items()}
         sending = share * _sending_seconds(program.transfers(), chip, num_chips, share)
         if not program.num_untimed() and step != "generate":
@@ -355,7 +339,7 @@ def _costs(name, topology, num_devices, step, batch_size, flops, compiled, chang
         step,
         batch_size,
         compiled.memory,
-        capacity * 2**30,
+        chip.capacity,
         program.matmul_flops() if compiled.flops is None else compiled.flops,
         model_flops,
         seconds,
@@ -369,15 +353,19 @@ def _costs(name, topology, num_devices, step, batch_size, flops, compiled, chang
     )
 
 
-def _abstract(source, step, overrides):
+def _abstract(source, step, overrides, task=None):
     """Name, compiled model without weights, and FLOPs of an example's forward pass."""
-    options = {"load_weights": overrides.pop("load_weights", True)}
-    is_model = isinstance(source, keras.Model)
-    with resolve(source, overrides, **options) as blueprint:
-        backbone = blueprint.backbone
+    own = source if isinstance(source, keras.Model) else None
+    arguments = {"load_weights": True, **overrides}
+    options = {"load_weights": arguments.pop("load_weights"), "task": task}
+    with resolve(source, arguments, **options) as blueprint:
         if blueprint.task is not None or step == "predict":
-            return _parts(blueprint, source if is_model else None)
-    task = None if is_model else registry.task_class(backbone)
+            model = blueprint.build_abstract(own)
+            _check_trained(own, model)
+            flops = sum(part.flops for part in blueprint.describe().parts)
+            return blueprint.name, model, flops
+        backbone = blueprint.backbone
+    task = None if own is not None else registry.task_class(backbone)
     if task is None:
         raise ValueError(
             f"Expected a task, such as an ImageClassifier, for step={step!r}; received:"
@@ -385,20 +373,19 @@ def _abstract(source, step, overrides):
         )
     if "num_classes" in argument_names(task):
         overrides = {"num_classes": 1000, **overrides}
-    with resolve(source, overrides, task=task.task_name, **options) as blueprint:
-        return _parts(blueprint)
+    return _abstract(source, step, overrides, task.task_name)
 
 
-def _parts(blueprint, own=None):
-    model = blueprint.build_abstract(own)
-    if own is not None:
-        trained = [{x.path for x in each.trainable_variables} for each in (own, model)]
-        if different := trained[0] ^ trained[1]:
-            raise ValueError(
-                "Expected a model as its config describes it; received: one with other "
-                f"weights to train, such as {min(different)}"
-            )
-    return blueprint.name, model, sum(x.flops for x in blueprint.describe().parts)
+def _check_trained(own, model):
+    """Checks that a model trains the same weights as one made from its config."""
+    trained = [
+        {x.path for x in each.trainable_variables} for each in (own or model, model)
+    ]
+    if different := trained[0] ^ trained[1]:
+        raise ValueError(
+            "Expected a model as its config describes it; received: one with other "
+            f"weights to train, such as {min(different)}"
+        )
 
 
 def _sending_seconds(transfers, chip, num_chips, devices_per_chip):

@@ -7,13 +7,18 @@ import math
 import re
 from typing import Any, NamedTuple
 
+import keras
 from rich.console import Console
 from rich.table import Table
 
 from keras_moe._checks import check_integer, check_one_of, check_positive
 from keras_moe.distribution.chips import CHIPS, Chip
-from keras_moe.distribution.layouts import BATCH, MODEL, layouts_of_blocks
-from keras_moe.layers import MLP, CausalAttention, MoE, SelfAttention
+from keras_moe.distribution.layouts import (
+    BATCH,
+    MODEL,
+    layouts_of_blocks,
+    split_parts,
+)
 from keras_moe.models.loading.blueprint import resolve
 from keras_moe.ops.cost import under
 
@@ -65,7 +70,7 @@ class Costs(NamedTuple):
         chip: `Chip` of each device.
         num_devices: number of devices.
         layout: mesh and options, as text.
-        batch_size: global batch size, in images.
+        batch_size: global batch size.
         parameters: number of parameters of the model.
         device_parameters: number of parameters on one device.
         memory: dict from part to bytes on one device.
@@ -73,6 +78,7 @@ class Costs(NamedTuple):
         flops: FLOPs of one device per step.
         seconds: dict from `"compute"` and each purpose of `traffic` to seconds.
         utilization: assumed share of the chip's peak FLOP/s.
+        example: what a batch has so many of.
     """
 
     name: str
@@ -87,6 +93,7 @@ class Costs(NamedTuple):
     flops: float
     seconds: dict
     utilization: float
+    example: str
 
     @property
     def memory_bytes(self) -> int:
@@ -99,19 +106,10 @@ class Costs(NamedTuple):
         return self.memory_bytes <= self.chip.memory
 
     @property
-    def all_to_all_bytes(self) -> int:
-        """Bytes that all devices send to experts and back per step."""
-        return self.num_devices * self.traffic[ALL_TO_ALL]
-
-    @property
-    def communication_seconds(self) -> float:
-        """Total time of all traffic, without overlap."""
-        return sum(self.seconds.values()) - self.seconds["compute"]
-
-    @property
     def step_seconds(self) -> tuple[float, float]:
         """Time of a step with and without communication overlapping compute."""
-        compute, sending = self.seconds["compute"], self.communication_seconds
+        compute = self.seconds["compute"]
+        sending = sum(self.seconds.values()) - compute
         return max(compute, sending), compute + sending
 
     def print(self, console: Console | None = None) -> None:
@@ -125,7 +123,7 @@ class Costs(NamedTuple):
         verdict = "fits" if self.fits else "does not fit"
         capacity = {f"the chip ({verdict})": self.chip.memory}
         console.print(memory_table(self.memory, capacity))
-        title = f"a step of {self.batch_size:,} images, on a device"
+        title = f"a step of {self.batch_size:,} {self.example}s, on a device"
         peak = self.chip.peak_flops * self.utilization / 1e12
         rows = {
             "compute": (
@@ -177,11 +175,11 @@ def numbers_table(
 
 
 def costs(
-    model_or_preset: Any,
+    model_or_preset: object,
     num_devices: int,
     batch_size: int,
-    chip: Any = "tpu_v4",
-    expert_parallel: Any = None,
+    chip: str | Chip = "tpu_v4",
+    expert_parallel: int | str | None = None,
     model_parallel: int = 1,
     optimizer: str = "adam",
     dtype: str = "bfloat16",
@@ -208,12 +206,9 @@ def costs(
     (`Chip.all_to_all_bandwidth`).
 
     Args:
-        model_or_preset: as in `auto`.
-        num_devices: number of chips.
-        batch_size: global batch size, in images.
+        num_devices: number of chips; arguments without a line here are those of `auto`.
+        batch_size: global batch size.
         chip: name in `CHIPS`, or a `Chip`.
-        expert_parallel: as in `auto`.
-        model_parallel: as in `auto`.
         optimizer: `"sgd"`, `"momentum"`, `"adam"` (two float32 moments) or
             `"adafactor"` (a bfloat16 moment, and factored second moments where both
             axes are at least 32; embeddings and heads count as unfactored).
@@ -222,8 +217,6 @@ def costs(
         text_tokens: length of a text that goes through the same blocks with each image.
             Use 0 for image-text models, which have their own text length.
         num_classes: number of classes of a head to count, if any.
-        load_weights: as in `auto`.
-        **overrides: arguments of the model that differ from the preset.
 
     Reference: *GShard*, section 3; *Megatron-LM*, section 3;
         *Reducing Activation Recomputation in Large Transformer Models*, equation 1.
@@ -251,24 +244,46 @@ def costs(
         model_or_preset, overrides, load_weights=load_weights, counts_only=True
     ) as blueprint:
         towers, model = blueprint.unbuilt_towers(), blueprint.describe()
-    texts = _texts(text_tokens, model)
+    check_integer("text_tokens", text_tokens, minimum=0)
+    if text_tokens and model.example != "image":
+        raise ValueError(
+            "Expected text_tokens=0 for a model that has its own texts; received: "
+            f"text_tokens={text_tokens}"
+        )
+    texts = (text_tokens,) if text_tokens else ()
+    blocks = [(tower, block) for tower in towers for block in tower.blocks]
     layouts = layouts_of_blocks(
-        [block for tower in towers for block in tower.blocks],
+        [block for _, block in blocks],
         num_devices,
         expert_parallel,
         model_parallel,
         batch_size,
     )
     on_tpus = chip.torus > 0 and dtype == "bfloat16"
-    kept = KEPT_ON_TPUS if on_tpus else KEPT
-    shares = _shares(towers, texts, batch_size, layouts, itemsize, kept)
-    rematerialize = any(share.block.rematerialize for share in shares)
+    shares = [
+        _BlockShare(
+            block,
+            batch_size // layouts.mesh[BATCH],
+            batch_size,
+            (*tower.sequences, *texts),
+            sum(tower.sequences),
+            tower.hidden_dim,
+            model_parallel,
+            itemsize,
+        )
+        for tower, block in blocks
+    ]
+    rematerialize = any(block.rematerialize for _, block in blocks)
     weights = _device_weights(towers, model, layouts, OPTIMIZERS[optimizer], itemsize)
     memory = _memory(weights, optimizer, shares, rematerialize, on_tpus)
     traffic = _traffic(shares, weights, model_parallel, rematerialize)
     flops = _flops(towers, model, texts, rematerialize) * batch_size / num_devices
-    seconds = {"compute": flops / (chip.peak_flops * utilization)}
-    seconds.update(_seconds(traffic, chip, weights.expert_devices, num_devices))
+    rates = dict.fromkeys(traffic, chip.bandwidth)
+    rates[ALL_TO_ALL] = chip.all_to_all_bandwidth(weights.expert_devices, num_devices)
+    seconds = {
+        "compute": flops / (chip.peak_flops * utilization),
+        **{name: size / rates[name] for name, size in traffic.items()},
+    }
     layout = f"experts over {weights.expert_devices}, heads over {model_parallel}"
     layout += ", rematerialised" if rematerialize else ""
     return Costs(
@@ -284,42 +299,14 @@ def costs(
         flops,
         seconds,
         utilization,
+        model.example,
     )
-
-
-def _texts(text_tokens, model):
-    """Returns the lengths of the texts that go with each image."""
-    check_integer("text_tokens", text_tokens, minimum=0)
-    if text_tokens and model.example != "image":
-        raise ValueError(
-            "Expected text_tokens=0 for a model that has its own texts; received: "
-            f"text_tokens={text_tokens}"
-        )
-    return (text_tokens,) if text_tokens else ()
-
-
-def _shares(towers, texts, batch_size, layouts, itemsize, kept):
-    """Each block with a device's share of its tower's batch."""
-    return [
-        BlockShare(
-            block,
-            batch_size // layouts.mesh[BATCH],
-            batch_size,
-            (*tower.sequences, *texts),
-            sum(tower.sequences),
-            tower.hidden_dim,
-            layouts.mesh.get(MODEL, 1),
-            itemsize,
-            kept,
-        )
-        for tower in towers
-        for block in tower.blocks
-    ]
 
 
 def _memory(weights, optimizer, shares, rematerialize, on_tpus):
     """Bytes on one device, by part."""
-    activations = [share.activation_bytes() for share in shares]
+    per = KEPT_ON_TPUS if on_tpus else KEPT
+    activations = [share.activation_bytes(per) for share in shares]
     kept = sum(activations)
     if rematerialize:
         # The inputs of all blocks plus the activations of one.
@@ -335,12 +322,6 @@ def _memory(weights, optimizer, shares, rematerialize, on_tpus):
         f"optimizer ({optimizer})": weights.state_bytes,
         "activations": kept,
     }
-
-
-def _seconds(traffic, chip, expert_devices, num_devices):
-    rates = dict.fromkeys(traffic, chip.bandwidth)
-    rates[ALL_TO_ALL] = chip.all_to_all_bandwidth(expert_devices, num_devices)
-    return {name: size / rates[name] for name, size in traffic.items()}
 
 
 def _traffic(shares, weights, model_parallel, rematerialize):
@@ -398,10 +379,10 @@ def _device_weights(towers, model, layouts, state_of_shape, itemsize):
     parameters = state_bytes = summed_bytes = 0
     expert_devices = 1
     for path, shape in shapes.items():
-        matching = [
+        matching = (
             x for rule, x in layouts.weights.items() if re.fullmatch(rule, path)
-        ]
-        axes = matching[0] if matching else (None,) * len(shape)
+        )
+        axes = next(matching, (None,) * len(shape))
         parts = [sizes[axis] for axis in axes]
         local = tuple(size // part for size, part in zip(shape, parts))
         parameters += math.prod(local)
@@ -429,98 +410,95 @@ def _factored(shape):
     return size // rows + size // columns
 
 
-class BlockShare(NamedTuple):
+class _BlockShare(NamedTuple):
     """A block and a device's share of the batch.
 
     `grouped` is the image's part of `sequences`, the unit of group sizes.
     """
 
-    block: Any
-    images: int
+    block: keras.layers.Layer
+    examples: int
     batch_size: int
-    sequences: tuple
+    sequences: tuple[int, ...]
     grouped: int
     dim: int
     model_parallel: int
     itemsize: int
-    kept: Kept
 
     @property
     def tokens(self) -> int:
-        return self.images * sum(self.sequences)
+        return self.examples * sum(self.sequences)
 
     @property
     def slots(self) -> int:
         """Expert slots for the device's tokens while training."""
         moe = self.block.feed_forward
-        if not isinstance(moe, MoE):
+        if "experts" not in dict(split_parts(self.block)):
             return 0
-        router = moe.router
-        num_groups, size = self.images, sum(self.sequences)
+        router, size = moe.router, sum(self.sequences)
         if router.groups_per_example(True):
-            return num_groups * router.total_slots(size)
-        images = self.batch_size
+            return self.examples * router.total_slots(size)
+        examples = self.batch_size
         if moe.group_size is not None:
-            images = min(images, moe.group_size // self.grouped)
+            examples = min(examples, moe.group_size // self.grouped)
         # Images together with their texts.
-        size *= images
+        size *= examples
         capacity = router.group_capacity(size, True)
-        if capacity is None and self.images < self.batch_size:
+        if capacity is None and self.examples < self.batch_size:
             raise ValueError(
                 "Expected experts with a capacity, since without one every device runs "
                 "all rows; received: dropless=True, "
-                f"{self.batch_size // self.images} devices share the batch"
+                f"{self.batch_size // self.examples} devices share the batch"
             )
         num_groups, rest = divmod(self.tokens, size)
         if rest:
             raise ValueError(
-                f"Expected whole groups on each device, such as by {self.fitting()}; "
-                f"received: batch_size={self.batch_size}, {self.images} examples on "
-                f"each device, groups of {images}"
+                f"Expected whole groups on each device, such as by {self._fitting()}; "
+                f"received: batch_size={self.batch_size}, {self.examples} examples on "
+                f"each device, groups of {examples}"
             )
         if capacity is None:
             return num_groups * router.total_slots(size)
         return num_groups * moe.experts.num_experts * capacity
 
-    def fitting(self) -> str:
+    def _fitting(self):
         """What would give each device whole groups."""
-        size, devices = (
-            self.block.feed_forward.group_size,
-            self.batch_size // self.images,
-        )
+        size = self.block.feed_forward.group_size
         own = size and size // self.grouped
-        parts = range(1, min(own or self.images, self.images) + 1)
-        smaller = max(part for part in parts if self.images % part == 0)
-        batch = own and -(-self.batch_size // (own * devices)) * own * devices
-        larger = f"batch_size={batch} or " if batch else ""
-        return f"{larger}examples_per_group={smaller}"
+        parts = range(1, min(own or self.examples, self.examples) + 1)
+        smaller = max(part for part in parts if self.examples % part == 0)
+        step = own and own * (self.batch_size // self.examples)
+        larger = step and f"batch_size={-(-self.batch_size // step) * step} or "
+        return f"{larger or ''}examples_per_group={smaller}"
 
-    def activation_bytes(self) -> int:
+    def activation_bytes(self, per: Kept) -> int:
         """Bytes that the block keeps for the backward pass."""
-        split, dim = self.model_parallel, self.dim
-        mixer, feed_forward = self.block.token_mixer, self.block.feed_forward
-        for part in (mixer, feed_forward):
-            if not isinstance(part, (SelfAttention, CausalAttention, MLP, MoE)):
-                raise ValueError(
-                    "Expected blocks of attention, MLPs and MoE layers; received: "
-                    f"{type(part).__name__}"
-                )
-        per = self.kept
+        split, dim, routing = self.model_parallel, self.dim, 0
+        parts = dict(split_parts(self.block))
+        if len(parts) < 2:
+            raise ValueError(
+                "Expected blocks of attention, MLPs and MoE layers; received: "
+                f"{type(self.block.token_mixer).__name__}, "
+                f"{type(self.block.feed_forward).__name__}"
+            )
         numbers = per.per_token * dim * self.tokens
-        if isinstance(mixer, (SelfAttention, CausalAttention)):
-            keys = (n * -(-n // per.lanes) * per.lanes for n in self.sequences)
-            pairs = self.images * sum(keys)
-            numbers += per.per_pair * mixer.num_heads * pairs // split
-        else:
-            numbers += per.per_hidden_unit * mixer.mlp_dim * dim * self.images // split
-        if isinstance(feed_forward, MLP):
-            hidden = (per.per_hidden_unit + feed_forward.gated) * feed_forward.mlp_dim
-            numbers += hidden * self.tokens // split
-            return round(numbers) * self.itemsize
-        slots, experts = self.slots, feed_forward.experts
-        hidden = (per.per_hidden_unit + experts.gated) * experts.mlp_dim
-        numbers += slots * hidden // split + slots * per.per_slot * dim
-        routing = self.tokens * feed_forward.router.num_experts * ROUTING_BYTES
+        for kind, layer in parts.items():
+            if kind == "attention":
+                keys = (n * -(-n // per.lanes) * per.lanes for n in self.sequences)
+                pairs = self.examples * sum(keys)
+                numbers += per.per_pair * layer.num_heads * pairs // split
+                continue
+            units = per.per_hidden_unit * layer.mlp_dim
+            if kind == "token_mlp":
+                numbers += units * dim * self.examples // split
+                continue
+            units += layer.gated * layer.mlp_dim
+            if kind == "mlp":
+                numbers += units * self.tokens // split
+                continue
+            numbers += self.slots * units // split + self.slots * per.per_slot * dim
+            num_experts = self.block.feed_forward.router.num_experts
+            routing = self.tokens * num_experts * ROUTING_BYTES
         return round(numbers) * self.itemsize + routing
 
     def model_parallel_bytes(self) -> int:

@@ -4,7 +4,10 @@ Axes: B batch, N tokens, D hidden, H mlp, G groups, E experts, C capacity.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
+
+import keras
 
 from keras_moe._checks import check_integer
 from keras_moe.layers import MLP, CausalAttention, MoE, SelfAttention
@@ -77,9 +80,9 @@ class Layouts(NamedTuple):
 
 
 def layouts(
-    model_or_preset: Any,
+    model_or_preset: object,
     num_devices: int,
-    expert_parallel: Any = None,
+    expert_parallel: int | str | None = None,
     model_parallel: int = 1,
     batch_size: int | None = None,
     load_weights: bool = True,
@@ -88,15 +91,7 @@ def layouts(
     """Returns the sharding rules of `auto` without devices or weights.
 
     Args:
-        model_or_preset: as in `auto`.
-        num_devices: number of devices.
-        expert_parallel: as in `auto`.
-        model_parallel: as in `auto`.
-        batch_size: as in `auto`.
-        load_weights: as in `auto`.
-        **overrides: as in `auto`.
-
-    Reference: *GShard*, section 3; *Megatron-LM*, section 3.
+        num_devices: number of devices; the other arguments are those of `auto`.
 
     Example:
 
@@ -119,7 +114,7 @@ def layouts(
 def layouts_of_blocks(
     blocks: list,
     num_devices: int,
-    expert_parallel: Any = None,
+    expert_parallel: int | str | None = None,
     model_parallel: int = 1,
     batch_size: int | None = None,
 ) -> Layouts:
@@ -132,7 +127,7 @@ def layouts_of_blocks(
             f"received: model_parallel={model_parallel}"
         )
     batch_devices = num_devices // model_parallel
-    parts = _parts(blocks)
+    parts = [part for block in blocks for part in split_parts(block)]
     if batch_size is not None and check_integer("batch_size", batch_size) % (
         batch_devices
     ):
@@ -142,7 +137,7 @@ def layouts_of_blocks(
             f"received: batch_size={batch_size}"
         )
     experts = sorted({part.num_experts for kind, part in parts if kind == "experts"})
-    expert_parallel = _expert_devices(expert_parallel, batch_devices, experts)
+    ways = _expert_devices(expert_parallel, batch_devices, experts)
     _check_model_parallel(model_parallel, parts)
 
     model_axis = {} if model_parallel == 1 else {MODEL: model_parallel}
@@ -151,11 +146,11 @@ def layouts_of_blocks(
     names = {BATCH: BATCH, EXPERT: BATCH, REPLICA: None, MODEL: None}
     if model_axis:
         names[MODEL] = MODEL
-    if expert_parallel == 1:
+    if ways == 1:
         names[EXPERT] = None
-    elif expert_parallel < batch_devices:
-        replicas = batch_devices // expert_parallel
-        expert_mesh = {REPLICA: replicas, EXPERT: expert_parallel, **model_axis}
+    elif ways < batch_devices:
+        replicas = batch_devices // ways
+        expert_mesh = {REPLICA: replicas, EXPERT: ways, **model_axis}
         names.update({EXPERT: EXPERT, REPLICA: REPLICA})
 
     kinds = {kind for kind, _ in parts}
@@ -171,26 +166,23 @@ def layouts_of_blocks(
                 activations[path.format(mlp=mlp)] = axes
     if "experts" in kinds:
         weights.update(EXPERT_WEIGHTS)
-    if expert_parallel > 1:
+    if ways > 1:
         activations.update(EXPERT_ACTIVATIONS)
     return Layouts(
         mesh, expert_mesh, _on_mesh(weights, names), _on_mesh(activations, names, True)
     )
 
 
-def _parts(blocks):
-    """Returns the layers that can be split, with their kinds."""
-    parts = []
-    for block in blocks:
-        if isinstance(block.token_mixer, (SelfAttention, CausalAttention)):
-            parts.append(("attention", block.token_mixer))
-        elif isinstance(block.token_mixer, MLP):
-            parts.append(("token_mlp", block.token_mixer))
-        if isinstance(block.feed_forward, MLP):
-            parts.append(("mlp", block.feed_forward))
-        elif isinstance(block.feed_forward, MoE):
-            parts.append(("experts", block.feed_forward.experts))
-    return parts
+def split_parts(block: keras.layers.Layer) -> Iterator[tuple[str, keras.layers.Layer]]:
+    """Yields the layers of a block that can be split, with their kinds."""
+    if isinstance(block.token_mixer, (SelfAttention, CausalAttention)):
+        yield "attention", block.token_mixer
+    elif isinstance(block.token_mixer, MLP):
+        yield "token_mlp", block.token_mixer
+    if isinstance(block.feed_forward, MLP):
+        yield "mlp", block.feed_forward
+    elif isinstance(block.feed_forward, MoE):
+        yield "experts", block.feed_forward.experts
 
 
 def _expert_devices(expert_parallel, batch_devices, experts):

@@ -415,10 +415,6 @@ class MultilinearExperts(Layer):
         """Multiply-adds per token (Table 5 of the paper)."""
         return self._tensor_spec(dim).multiply_adds
 
-    def naive_multiply_adds(self, dim: int) -> int:
-        """Multiply-adds per token if the full tensor were built (Table 8)."""
-        return self._tensor_spec(dim).naive_multiply_adds
-
 
 @keras.saving.register_keras_serializable("keras_moe")
 class ExpertMode(keras.initializers.Initializer):

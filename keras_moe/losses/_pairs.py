@@ -6,11 +6,14 @@ them. The loop is over texts, so that each of several devices keeps its own imag
 Axes: B pairs, C texts of a chunk, D embedding, P texts with padding to full chunks.
 """
 
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from keras import ops
 
 from keras_moe._checks import check_ids, check_integer, check_one_of, fits_shape
+from keras_moe._types import Size, Tensor
 from keras_moe.ops._primitives import custom_gradient
 
 SIMILARITY_DTYPES = ("float32", "bfloat16", "float16")
@@ -28,11 +31,11 @@ class Pairs(NamedTuple):
     one of the `keys`, int (B,).
     """
 
-    images: Any
-    texts: Any
-    weights: Any
-    counted: Any
-    keys: tuple
+    images: Tensor
+    texts: Tensor
+    weights: Tensor
+    counted: Tensor
+    keys: tuple[Tensor, ...]
 
 
 def check_similarity(similarity_dtype: str, chunk_size: int | None) -> int | None:
@@ -42,11 +45,11 @@ def check_similarity(similarity_dtype: str, chunk_size: int | None) -> int | Non
 
 
 def pairs_of(
-    image_embeddings: Any,
-    text_embeddings: Any,
-    image_ids: Any = None,
-    text_ids: Any = None,
-    sample_weight: Any = None,
+    image_embeddings: Tensor,
+    text_embeddings: Tensor,
+    image_ids: Tensor | None = None,
+    text_ids: Tensor | None = None,
+    sample_weight: Tensor | None = None,
     similarity_dtype: str = "float32",
 ) -> Pairs:
     """Checks the arguments that the losses share, and prepares them."""
@@ -81,24 +84,19 @@ def pairs_of(
     )
 
 
-def positives(keys: tuple, other_keys: tuple) -> Any:
+def positives(keys: Sequence[Tensor], other_keys: Sequence[Tensor]) -> Tensor:
     """Whether each of B images and each of C texts are positives, boolean (B, C)."""
-    positive = False
-    for key, other in zip(keys, other_keys):
-        same = ops.equal(ops.expand_dims(key, 1), ops.expand_dims(other, 0))
-        positive = same if positive is False else ops.logical_or(positive, same)
-    return positive
+    same = [
+        ops.equal(ops.expand_dims(key, 1), ops.expand_dims(other, 0))
+        for key, other in zip(keys, other_keys)
+    ]
+    return functools.reduce(ops.logical_or, same)
 
 
-def weighted_mean(losses: Any, weights: Any) -> Any:
+def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:
     """The mean of losses (B,) over the pairs that count, 0 if none does."""
     total = ops.sum(weights)
     return ops.sum(weights * losses) / ops.where(total > 0, total, 1.0)
-
-
-def loss_of_nothing(pairs: Pairs, logit_scale: Any) -> Any:
-    """The loss of a batch without pairs: 0, with a gradient of 0."""
-    return logit_scale * (ops.sum(pairs.images) + ops.sum(pairs.texts))
 
 
 def _unit(embeddings, is_counted):
@@ -107,7 +105,7 @@ def _unit(embeddings, is_counted):
     return unit_vectors(ops.where(is_counted, ops.cast(embeddings, "float32"), 0.0))
 
 
-def unit_vectors(embeddings: Any) -> Any:
+def unit_vectors(embeddings: Tensor) -> Tensor:
     """Embeddings (B, D) scaled to unit length, float32; zeros stay zeros."""
     embeddings = ops.cast(embeddings, "float32")
     squared = ops.sum(ops.square(embeddings), axis=-1, keepdims=True)
@@ -126,34 +124,34 @@ def _rounded(x, dtype):
 class Chunks:
     """The chunks of a batch, whose last one is padded."""
 
-    def __init__(self, batch: Any, size: int):
+    def __init__(self, batch: Size, size: int):
         # A batch that is smaller than a chunk needs no padding.
         self.size = max(1, min(size, batch)) if isinstance(batch, int) else size
         self.count = (batch + self.size - 1) // self.size
         self.padding = self.count * self.size - batch
         self.batch = batch
 
-    def pad(self, x: Any) -> Any:
+    def pad(self, x: Tensor) -> Tensor:
         """(B, ...) padded with zeros: (P, ...)."""
         if isinstance(self.padding, int) and self.padding == 0:
             return x
         zeros = ops.zeros((self.padding, *x.shape[1:]), x.dtype)
         return ops.concatenate([x, zeros], axis=0)
 
-    def zeros(self, *shape: int) -> Any:
+    def zeros(self, *shape: int) -> Tensor:
         """float32 zeros (P, *shape)."""
         return ops.zeros((self.count * self.size, *shape), "float32")
 
-    def part(self, x: Any, number: Any) -> Any:
+    def part(self, x: Tensor, number: Size) -> Tensor:
         """The rows of a chunk of (P, ...): (C, ...)."""
         shape = tuple(x.shape[1:])
         return ops.slice(x, self._start(number, shape), (self.size, *shape))
 
-    def put(self, x: Any, number: Any, rows: Any) -> Any:
+    def put(self, x: Tensor, number: Size, rows: Tensor) -> Tensor:
         """(P, ...) with the rows of a chunk replaced."""
         return ops.slice_update(x, self._start(number, tuple(x.shape[1:])), rows)
 
-    def unpad(self, x: Any) -> Any:
+    def unpad(self, x: Tensor) -> Tensor:
         """(P, ...) without its padding: (B, ...)."""
         return x[: self.batch]
 
@@ -162,8 +160,11 @@ class Chunks:
 
 
 def sigmoid_losses(
-    pairs: Pairs, logit_scale: Any, logit_bias: Any, chunk_size: int
-) -> Any:
+    pairs: Pairs,
+    logit_scale: Tensor,
+    logit_bias: Tensor,
+    chunk_size: int,
+) -> Tensor:
     """The sigmoid losses of images in chunks, float32 (B,)."""
 
     def forward(images, texts, logit_scale, logit_bias, counted, *keys):
@@ -204,7 +205,9 @@ def sigmoid_losses(
     )
 
 
-def softmax_losses(pairs: Pairs, logit_scale: Any, chunk_size: int) -> tuple[Any, Any]:
+def softmax_losses(
+    pairs: Pairs, logit_scale: Tensor, chunk_size: int
+) -> tuple[Tensor, Tensor]:
     """The softmax losses of images and of texts in chunks, float32 (B,) each."""
     of_images, of_texts, *_ = custom_gradient(
         lambda *inputs: _softmax_forward(chunk_size, *inputs),

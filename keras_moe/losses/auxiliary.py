@@ -1,27 +1,145 @@
 """Auxiliary losses as objects: a function's name, a weight and options.
 
-Axes: G groups, S group_size, E experts.
+The table has how each function reads a routing record and its router.
+
+Axes: G groups, S group_size, E experts, K selected experts.
 """
 
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
+from keras import ops
 
 from keras_moe._checks import (
     check_argument_names,
+    check_integer,
     check_not_negative,
     check_one_of,
     nearest,
 )
-from keras_moe.losses import _auxiliary_functions as functions
-from keras_moe.losses._auxiliary_functions import FUNCTIONS
+from keras_moe._types import Tensor
+from keras_moe.losses import router_losses
 from keras_moe.ops.plans import Routing
+from keras_moe.ops.token_choice import selected_experts
 
 CLASSIC = ("importance", "load", "router_z")
 LOCAL = ("local_entropy", "target_entropy", "merged_entropy")
+
+
+class _Function(NamedTuple):
+    """A loss `compute(routing, router, mask, modality_ids, **options)`, (G,).
+
+    `options` has its options and their defaults, and `reads` what else it needs of a
+    router: `"selected"` (K) or `"noise"`.
+    """
+
+    compute: Callable[..., Tensor]
+    options: dict[str, object] = {}
+    reads: tuple[str, ...] = ()
+
+
+def _load(routing, router, mask):
+    return router_losses.load_loss(
+        routing.logits,
+        routing.noisy_logits,
+        router.noise_std / router.num_experts,
+        router.num_selected_experts,
+        mask,
+    )
+
+
+def _load_balance(routing, router, mask, choices):
+    counted = router.num_selected_experts if choices == "all" else 1
+    return router_losses.load_balance_loss(routing.gates, mask, counted)
+
+
+def _heterogeneous_balance(routing, router, mask):
+    # The router knows which experts are zero-computation experts, and tau.
+    selected = selected_experts(routing.affinity, router.num_selected_experts)
+    return router_losses.heterogeneous_balance_loss(
+        routing.gates, selected, router.expert_types, router.tau, mask
+    )
+
+
+def _global_entropy(routing, router, mask, threshold):
+    # `check_router` has warned of the threshold.
+    return router_losses.entropy_to_threshold(routing.logits, threshold, mask)
+
+
+def _mutual_information(routing, router, mask, modality_ids, num_modalities):
+    _check_modality_ids(modality_ids)
+    losses = router_losses.mutual_information_loss(
+        routing.logits, modality_ids, num_modalities, mask
+    )
+    # Groups with tokens of fewer than two modalities say nothing about these.
+    present = [
+        ops.any(router_losses.modality_mask(modality_ids, modality, mask), axis=1)
+        for modality in range(num_modalities)
+    ]
+    several = ops.sum(ops.cast(ops.stack(present), "int32"), axis=0) >= 2
+    return router_losses.over_counted_groups(losses, several)
+
+
+def _of_logits(loss):
+    return lambda routing, router, mask: loss(routing.logits, mask)
+
+
+def _of_selected(loss):
+    return lambda routing, router, mask: loss(
+        routing.logits, router.num_selected_experts, mask
+    )
+
+
+def _function(loss, *reads, **options):
+    """A loss over all tokens or one modality's; groups without these do not count."""
+
+    def compute(routing, router, mask, modality_ids, modality=None, **options):
+        if modality is not None:
+            _check_modality_ids(modality_ids)
+            mask = router_losses.modality_mask(modality_ids, modality, mask)
+        losses = loss(routing, router, mask, **options)
+        if mask is None:
+            return losses
+        return router_losses.over_counted_groups(losses, ops.any(mask, axis=1))
+
+    return _Function(compute, options, reads)
+
+
+def _check_modality_ids(modality_ids):
+    if modality_ids is None:
+        raise ValueError(
+            "Expected modality_ids for a loss of modalities; "
+            "received: modality_ids=None"
+        )
+
+
+FUNCTIONS = {
+    "importance": _function(_of_logits(router_losses.importance_loss)),
+    "load": _function(_load, "selected", "noise"),
+    "load_balance": _function(_load_balance, choices="first"),
+    "heterogeneous_balance": _function(_heterogeneous_balance, "selected"),
+    "router_z": _function(_of_logits(router_losses.router_z_loss)),
+    "local_entropy": _function(
+        _of_logits(router_losses.local_entropy_loss), modality=None
+    ),
+    "global_entropy": _function(_global_entropy, threshold=None, modality=None),
+    "mutual_information": _Function(_mutual_information, {"num_modalities": 2}),
+    "target_entropy": _function(
+        _of_selected(router_losses.target_entropy_loss), "selected", modality=None
+    ),
+    "merged_entropy": _function(
+        _of_selected(router_losses.merged_entropy_loss), "selected", modality=None
+    ),
+}
+_CHECKS = {
+    "choices": lambda x: check_one_of("choices", x, ("first", "all")),
+    "modality": lambda x: check_integer("modality", x, 0, optional=True),
+    "num_modalities": lambda x: check_integer("num_modalities", x),
+    "threshold": router_losses.check_threshold,
+}
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -73,16 +191,20 @@ class AuxiliaryLoss:
     """
 
     def __init__(
-        self, function: str | Callable | dict, weight: float = 1.0, **options: Any
+        self, function: str | Callable | dict, weight: float = 1.0, **options: object
     ):
         if isinstance(function, dict):
             function = keras.saving.deserialize_keras_object(function)
-        self.function = function
+        self.function: Any = function
         self.weight = float(check_not_negative("weight", weight))
-        self.options = options
+        self.options: dict[str, Any] = options
         if not callable(function):
             check_one_of("function", function, sorted(FUNCTIONS))
-            self.options = functions.checked_options(function, options)
+            defaults = FUNCTIONS[self.function].options
+            owner = f"the auxiliary loss {function!r}"
+            check_argument_names(options, list(defaults), owner)
+            options = {**defaults, **options}
+            self.options = {k: _CHECKS[k](value) for k, value in options.items()}
 
     @property
     def name(self) -> str:
@@ -90,11 +212,15 @@ class AuxiliaryLoss:
         return getattr(self.function, "__name__", None) or str(self.function)
 
     def __call__(
-        self, routing: Routing, router: Any, mask: Any = None, modality_ids: Any = None
-    ) -> Any:
+        self,
+        routing: Routing,
+        router: keras.layers.Layer,
+        mask: Tensor | None = None,
+        modality_ids: Tensor | None = None,
+    ) -> Tensor:
         """Weighted losses of groups (G,), whose mean is that of counted groups."""
         compute = self.function
-        if not callable(compute):
+        if isinstance(compute, str):
             compute = FUNCTIONS[compute].compute
         return self.weight * compute(
             routing, router, mask, modality_ids, **self.options
@@ -108,13 +234,34 @@ class AuxiliaryLoss:
                 f"modality={self.options['modality']}, loss={self.name!r}"
             )
 
-    def check_router(self, router: Any) -> None:
+    def check_router(self, router: keras.layers.Layer) -> None:
         """Raises ValueError if the router lacks what a loss of weight > 0 reads."""
         if self.weight == 0 or callable(self.function):
             return
         if getattr(router, "modality_count", None):
             self.check_modalities(router.modality_count)
-        functions.check_router(self.function, self.options, router)
+        reads = FUNCTIONS[self.function].reads
+        counts_all = "selected" in reads or self.options.get("choices") == "all"
+        missing = None
+        if not getattr(router, "has_expert_logits", True):
+            missing = "one logit per expert"
+        elif counts_all and getattr(router, "num_selected_experts", None) is None:
+            missing = "num_selected_experts"
+        elif "noise" in reads and not getattr(router, "noise_std", 0.0) > 0:
+            missing = "noise_std > 0, which defines the load"
+        if missing:
+            raise ValueError(
+                f"Expected a router with {missing}; received: "
+                f"router={type(router).__name__}, loss={self.name!r}. Leave the loss "
+                "out of auxiliary_losses."
+            )
+        if "threshold" in self.options and hasattr(router, "num_experts"):
+            num_experts, modality = router.num_experts, self.options["modality"]
+            pools = getattr(router, "expert_pools", None)
+            if pools is not None and modality is not None:
+                num_experts = len(pools[modality])
+            threshold = self.options["threshold"]
+            router_losses.warn_of_unreachable_threshold(threshold, num_experts)
 
     def get_config(self) -> dict:
         function = self.function
@@ -148,7 +295,7 @@ class AggregateLoss:
     0.04
     """
 
-    def __init__(self, losses: Any, weight: float = 0.04):
+    def __init__(self, losses: object, weight: float = 0.04):
         self.weight = float(check_not_negative("weight", weight))
         self.losses = get(losses)
         self.total_weight = sum(loss.weight for loss in self.losses)
@@ -159,12 +306,16 @@ class AggregateLoss:
             )
 
     def __call__(
-        self, routing: Routing, router: Any, mask: Any = None, modality_ids: Any = None
-    ) -> Any:
+        self,
+        routing: Routing,
+        router: keras.layers.Layer,
+        mask: Tensor | None = None,
+        modality_ids: Tensor | None = None,
+    ) -> Tensor:
         """The weighted mean for each group, float32 (G,); see `AuxiliaryLoss`."""
         # A loss of weight 0 need not be defined: load without noise is not.
         used = [loss for loss in self.losses if loss.weight > 0]
-        total = sum(loss(routing, router, mask, modality_ids) for loss in used)
+        total: Any = sum(loss(routing, router, mask, modality_ids) for loss in used)
         return self.weight * (total / self.total_weight)
 
     def check_modalities(self, count: int) -> None:
@@ -172,7 +323,7 @@ class AggregateLoss:
         for loss in self.losses:
             loss.check_modalities(count)
 
-    def check_router(self, router: Any) -> None:
+    def check_router(self, router: keras.layers.Layer) -> None:
         """Raises ValueError if one of the losses is not defined for this router."""
         if self.weight > 0:
             for loss in self.losses:
@@ -322,7 +473,7 @@ def _by_name(name, options):
     return limoe_losses(**options)
 
 
-def check_modalities(auxiliary_losses: Any, count: int) -> None:
+def check_modalities(auxiliary_losses: object, count: int) -> None:
     """Checks that all losses are of modalities that a model has.
 
     Args:
@@ -338,7 +489,7 @@ def check_modalities(auxiliary_losses: Any, count: int) -> None:
         loss.check_modalities(count)
 
 
-def serialize(losses: list[AuxiliaryLoss | AggregateLoss]) -> list[dict]:
+def serialize(losses: list[AuxiliaryLoss | AggregateLoss]) -> list:
     """The configs from which `get` makes the same losses again.
 
     Args:

@@ -1,11 +1,10 @@
 """Losses of classification heads with several labels."""
 
-from typing import Any
-
 import keras
 from keras import ops
 
-from keras_moe._checks import check_class_labels, check_dropout
+from keras_moe._checks import check_class_labels
+from keras_moe._types import DType, Tensor
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -17,7 +16,6 @@ class SigmoidCrossentropy(keras.losses.Loss):
 
     Args:
         from_logits: whether predictions are logits; otherwise probabilities.
-        label_smoothing: s; targets become `y (1 - s) + s / 2`.
         reduction: reduction of `keras.losses.Loss`.
         name: name of the loss.
         dtype: dtype of `keras.losses.Loss`.
@@ -38,14 +36,12 @@ class SigmoidCrossentropy(keras.losses.Loss):
     def __init__(
         self,
         from_logits: bool = True,
-        label_smoothing: float = 0.0,
         reduction: str = "sum_over_batch_size",
         name: str = "sigmoid_crossentropy",
-        dtype: Any = None,
+        dtype: DType | None = None,
     ):
         super().__init__(name=name, reduction=reduction, dtype=dtype)
         self.from_logits = from_logits
-        self.label_smoothing = check_dropout("label_smoothing", label_smoothing)
 
     def call(self, y_true, y_pred):
         if tuple(y_true.shape)[1:] != tuple(y_pred.shape)[1:]:
@@ -54,8 +50,6 @@ class SigmoidCrossentropy(keras.losses.Loss):
                 f"y_true.shape={tuple(y_true.shape)}, "
                 f"y_pred.shape={tuple(y_pred.shape)}"
             )
-        s = self.label_smoothing
-        y_true = y_true * (1.0 - s) + 0.5 * s
         if not self.from_logits:
             tiny = keras.config.epsilon()
             y_pred = ops.clip(y_pred, tiny, 1.0 - tiny)
@@ -67,8 +61,7 @@ class SigmoidCrossentropy(keras.losses.Loss):
         return ops.sum(ops.softplus(y_pred) - y_pred * y_true, axis=-1)
 
     def get_config(self):
-        own = {"from_logits": self.from_logits, "label_smoothing": self.label_smoothing}
-        return {**super().get_config(), **own}
+        return {**super().get_config(), "from_logits": self.from_logits}
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -76,11 +69,8 @@ class SparseSigmoidCrossentropy(SigmoidCrossentropy):
     """`SigmoidCrossentropy` for labels given as class indices, without one-hot vectors.
 
     Args:
-        from_logits: whether predictions are logits; otherwise probabilities.
-        label_smoothing: s; targets become `y (1 - s) + s / 2`.
-        reduction: reduction of `keras.losses.Loss`.
-        name: name of the loss.
-        dtype: float32 or float64.
+        dtype: float32 or float64; all other arguments are those of
+            `SigmoidCrossentropy`.
 
     Call arguments:
         y_true: (batch, labels), class indices, padded with -1. A repeated index counts
@@ -101,12 +91,11 @@ class SparseSigmoidCrossentropy(SigmoidCrossentropy):
     def __init__(
         self,
         from_logits: bool = True,
-        label_smoothing: float = 0.0,
         reduction: str = "sum_over_batch_size",
         name: str = "sparse_sigmoid_crossentropy",
-        dtype: Any = None,
+        dtype: DType | None = None,
     ):
-        super().__init__(from_logits, label_smoothing, reduction, name, dtype)
+        super().__init__(from_logits, reduction, name, dtype)
         # Keras casts labels, too: bfloat16 turns 257 into 256.
         if self.dtype not in ("float32", "float64"):
             raise ValueError(
@@ -121,7 +110,6 @@ class SparseSigmoidCrossentropy(SigmoidCrossentropy):
 
     def call(self, y_true, y_pred):
         labels = ops.cast(y_true, "int32")
-        s = self.label_smoothing
         if self.from_logits:
             ones, zeros = y_pred, -ops.softplus(y_pred)
         else:
@@ -134,11 +122,10 @@ class SparseSigmoidCrossentropy(SigmoidCrossentropy):
         chosen = ops.take_along_axis(ones, ops.clip(labels, 0, last), axis=1)
         chosen = ops.where(labels > last, float("nan"), chosen)
         chosen = ops.sum(ops.where(counted(labels), chosen, 0.0), axis=-1)
-        loss = -ops.sum(zeros, axis=-1) - (1.0 - s) * chosen
-        return loss - 0.5 * s * ops.sum(ones, axis=-1) if s else loss
+        return -ops.sum(zeros, axis=-1) - chosen
 
 
-def counted(labels: Any) -> Any:
+def counted(labels: Tensor) -> Tensor:
     """Booleans (batch, labels), False for padding and for repeated numbers."""
     same = ops.equal(ops.expand_dims(labels, 2), ops.expand_dims(labels, 1))
     earlier = ops.arange(labels.shape[1])

@@ -17,10 +17,10 @@ from keras_moe._checks import (
     check_one_of,
     check_positive,
 )
+from keras_moe._types import Tensor
 from keras_moe.losses._pairs import (
     NEVER,
     check_similarity,
-    loss_of_nothing,
     pairs_of,
     positives,
     sigmoid_losses,
@@ -33,17 +33,17 @@ IDS = ("image_ids", "text_ids")
 
 
 def softmax_contrastive_loss(
-    image_embeddings: Any,
-    text_embeddings: Any,
-    logit_scale: Any,
+    image_embeddings: Tensor,
+    text_embeddings: Tensor,
+    logit_scale: float | Tensor,
     *,
     direction: str = "both",
-    image_ids: Any = None,
-    text_ids: Any = None,
-    sample_weight: Any = None,
+    image_ids: Tensor | None = None,
+    text_ids: Tensor | None = None,
+    sample_weight: Tensor | None = None,
     chunk_size: int | None = None,
     similarity_dtype: str = "float32",
-) -> Any:
+) -> Tensor:
     """The loss of CLIP (InfoNCE): each image must find its text, and vice versa.
 
     With unit vectors x of images and y of texts, the logits are
@@ -82,17 +82,13 @@ def softmax_contrastive_loss(
     """
     check_one_of("direction", direction, DIRECTIONS)
     chunk_size = check_similarity(similarity_dtype, chunk_size)
+    ids_and_weights = image_ids, text_ids, sample_weight
     pairs = pairs_of(
-        image_embeddings,
-        text_embeddings,
-        image_ids,
-        text_ids,
-        sample_weight,
-        similarity_dtype,
+        image_embeddings, text_embeddings, *ids_and_weights, similarity_dtype
     )
     logit_scale = ops.cast(ops.convert_to_tensor(logit_scale), "float32")
     if pairs.images.shape[0] == 0:
-        return loss_of_nothing(pairs, logit_scale)
+        return _loss_of_nothing(pairs, logit_scale)
     if chunk_size is None:
         of_images, of_texts = _softmax_losses(pairs, logit_scale)
     else:
@@ -103,6 +99,11 @@ def softmax_contrastive_loss(
         "both": 0.5 * (of_images + of_texts),
     }
     return weighted_mean(losses[direction], pairs.weights)
+
+
+def _loss_of_nothing(pairs, logit_scale):
+    """The loss of a batch without pairs: 0, with a gradient of 0."""
+    return logit_scale * (ops.sum(pairs.images) + ops.sum(pairs.texts))
 
 
 def _softmax_losses(pairs, logit_scale):
@@ -124,17 +125,17 @@ def _softmax_losses(pairs, logit_scale):
 
 
 def sigmoid_contrastive_loss(
-    image_embeddings: Any,
-    text_embeddings: Any,
-    logit_scale: Any,
-    logit_bias: Any = 0.0,
+    image_embeddings: Tensor,
+    text_embeddings: Tensor,
+    logit_scale: float | Tensor,
+    logit_bias: float | Tensor = 0.0,
     *,
-    image_ids: Any = None,
-    text_ids: Any = None,
-    sample_weight: Any = None,
+    image_ids: Tensor | None = None,
+    text_ids: Tensor | None = None,
+    sample_weight: Tensor | None = None,
     chunk_size: int | None = None,
     similarity_dtype: str = "float32",
-) -> Any:
+) -> Tensor:
     """The loss of SigLIP: is each image a pair with each text of the batch, or not?
 
     With unit vectors x of images and y of texts, the logits are
@@ -143,15 +144,9 @@ def sigmoid_contrastive_loss(
     for all others. Without ids a pair's own text is the only positive.
 
     Args:
-        image_embeddings: float (B, D), which the loss normalises.
-        text_embeddings: float (B, D), likewise.
-        logit_scale: scalar, the inverse temperature itself, not its logarithm.
         logit_bias: scalar, the learned bias.
-        image_ids: int (B,), equal for pairs with the same image, which are positives.
-        text_ids: int (B,), equal for pairs with the same caption, likewise.
         sample_weight: float (B,), weight of each image; at 0 its text is no negative.
-        chunk_size: number of texts per chunk of logits, to save memory; None for all.
-        similarity_dtype: dtype to round unit vectors to; their products are float32.
+            All other arguments are those of `softmax_contrastive_loss`.
 
     Returns: float32 scalar: the weighted mean over images, summed over texts; 0 if no
     pair counts.
@@ -168,18 +163,14 @@ def sigmoid_contrastive_loss(
     0.6265
     """
     chunk_size = check_similarity(similarity_dtype, chunk_size)
+    ids_and_weights = image_ids, text_ids, sample_weight
     pairs = pairs_of(
-        image_embeddings,
-        text_embeddings,
-        image_ids,
-        text_ids,
-        sample_weight,
-        similarity_dtype,
+        image_embeddings, text_embeddings, *ids_and_weights, similarity_dtype
     )
     logit_scale = ops.cast(ops.convert_to_tensor(logit_scale), "float32")
     logit_bias = ops.cast(ops.convert_to_tensor(logit_bias), "float32")
     if pairs.images.shape[0] == 0:
-        return loss_of_nothing(pairs, logit_scale)
+        return _loss_of_nothing(pairs, logit_scale)
     if chunk_size is None:
         losses = _sigmoid_losses(pairs, logit_scale, logit_bias)
     else:
@@ -199,29 +190,11 @@ def _sigmoid_losses(pairs, logit_scale, logit_bias):
 class ContrastiveLoss(keras.losses.Loss):
     """A loss of the embeddings of image-text pairs, which needs no labels.
 
-    A model passes all its outputs to the loss in its `compute_loss`:
-
-    ```python
-    class ContrastiveModel(keras.Model):
-        def call(self, inputs, training=None):
-            return {
-                "image_embeddings": ...,  # (B, D)
-                "text_embeddings": ...,  # (B, D)
-                "logit_scale": ops.exp(self.log_scale),
-                "logit_bias": self.logit_bias,  # for the sigmoid loss
-            }
-
-        def compute_loss(
-            self, x=None, y=None, y_pred=None, sample_weight=None, training=True
-        ):
-            return sum(self.losses, self.loss(y, y_pred, sample_weight))
-    ```
-
-    `fit` then takes `x` alone, or ids of images and captions as `y`. Padded pairs have
-    `sample_weight` 0: the loss is the weighted mean over pairs.
-
-    A loss of your own overrides `call`, which returns a scalar or a loss for each pair,
-    (B,).
+    A model passes all its outputs to the loss in its `compute_loss`, as
+    `keras_moe.models.ContrastiveModel` does. `fit` then takes `x` alone, or ids of
+    images and captions as `y`. Padded pairs have `sample_weight` 0: the loss is the
+    weighted mean over pairs. A loss of your own overrides `call`, which returns a
+    scalar or a loss for each pair, (B,).
 
     Args:
         multi_positive: whether pairs with an equal id are positives, not negatives.
@@ -277,7 +250,7 @@ class ContrastiveLoss(keras.losses.Loss):
         return argument_values(self, keras.losses.Loss)
 
 
-def mean_over_pairs(losses: Any, sample_weight: Any = None) -> Any:
+def mean_over_pairs(losses: Tensor, sample_weight: Tensor | None = None) -> Tensor:
     """The weighted mean of the pairs' losses (B,); a scalar is left as it is."""
     losses = ops.convert_to_tensor(losses)
     if len(losses.shape) == 0:
@@ -298,7 +271,9 @@ def mean_over_pairs(losses: Any, sample_weight: Any = None) -> Any:
 class _FunctionLoss(ContrastiveLoss):
     """A loss by a function, which weighs the pairs."""
 
-    function: Callable[..., Any]
+    function: Callable[..., Tensor]
+    # Further arguments of the function.
+    options: tuple[str, ...] = ()
 
     def __call__(self, y_true, y_pred, sample_weight=None):
         # Padding would be a negative before it was weighted.
@@ -314,15 +289,11 @@ class _FunctionLoss(ContrastiveLoss):
             chunk_size=self.chunk_size,
             similarity_dtype=self.similarity_dtype,
             **(y_true if self.multi_positive else {}),
-            **self._options(),
+            **{name: getattr(self, name) for name in self.options},
         )
 
     def call(self, y_true, y_pred):
         return self(y_true, y_pred)
-
-    def _options(self):
-        """Further arguments of the function."""
-        return {}
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -345,25 +316,19 @@ class SoftmaxContrastiveLoss(_FunctionLoss):
 
     function = staticmethod(softmax_contrastive_loss)
     parameters = ("logit_scale",)
+    options = ("direction",)
     default_name = "softmax_contrastive"
 
     def __init__(self, direction: str = "both", **kwargs: Any):
         super().__init__(**kwargs)
         self.direction = check_one_of("direction", direction, DIRECTIONS)
 
-    def _options(self):
-        return {"direction": self.direction}
-
 
 @keras.saving.register_keras_serializable("keras_moe")
 class SigmoidContrastiveLoss(_FunctionLoss):
     """`sigmoid_contrastive_loss` to compile a model with; see `ContrastiveLoss`.
 
-    Args:
-        multi_positive: whether pairs with an equal id are positives of each other.
-        chunk_size: number of texts whose logits are in memory at a time, None for all.
-        similarity_dtype: dtype to which the unit vectors are rounded.
-        name: name of the loss.
+    Args: those of `ContrastiveLoss`.
 
     Example:
 
@@ -439,8 +404,10 @@ class LogScaleBound(keras.constraints.Constraint):
 
 
 def count_duplicate_pairs(
-    image_ids: Any = None, text_ids: Any = None, sample_weight: Any = None
-) -> Any:
+    image_ids: Tensor | None = None,
+    text_ids: Tensor | None = None,
+    sample_weight: Tensor | None = None,
+) -> Tensor:
     """The number of pairs that share their image or caption with another pair.
 
     A contrastive loss without `multi_positive` takes these for negatives.

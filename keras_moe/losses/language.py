@@ -1,17 +1,17 @@
 """The loss of language models. Axes: B batch, N tokens, D hidden, V vocabulary."""
 
 import functools
-from typing import Any
 
 from keras import ops
 
 from keras_moe._processes import batch_devices
+from keras_moe._types import Tensor
 from keras_moe.ops._primitives import custom_gradient
 
 
 def token_log_likelihoods(
-    tokens: Any, kernel: Any, targets: Any, chunk_size: int | None = None
-) -> Any:
+    tokens: Tensor, kernel: Tensor, targets: Tensor, chunk_size: int | None = None
+) -> Tensor:
     """Log-likelihoods of target ids, without logits for the whole sequence.
 
     The logits of `chunk_size` positions exist at a time; the gradient recomputes them.
@@ -126,7 +126,7 @@ def _joined(chunks):
     return ops.reshape(x, (ops.shape(x)[0], number * size, *rest))
 
 
-def logit_log_likelihoods(logits: Any, targets: Any) -> Any:
+def logit_log_likelihoods(logits: Tensor, targets: Tensor) -> Tensor:
     """Log-likelihoods of target ids under logits.
 
     Args:
@@ -150,7 +150,7 @@ def logit_log_likelihoods(logits: Any, targets: Any) -> Any:
     return ops.where(targets >= 0, values, 0.0)
 
 
-def next_tokens(token_ids: Any, documents: Any) -> Any:
+def next_tokens(token_ids: Tensor, documents: Tensor) -> Tensor:
     """The target of each position: the next id of its document, or -1 at its end.
 
     Args:

@@ -2,13 +2,13 @@
 
 Axes: G groups, S group_size, E experts, K selected experts, M modalities.
 
-Entropies H use the natural logarithm, and 0 log 0 = 0. For a modality's loss, pass
+Entropies H use the natural logarithm, and 0 log 0 = 0. A `mask` is boolean (G, S),
+False for tokens that do not count. For a modality's loss, pass
 `mask=modality_ids == m`, without the padding.
 """
 
 import math
 import warnings
-from typing import Any
 
 from keras import ops
 
@@ -18,6 +18,7 @@ from keras_moe._checks import (
     check_positive,
     check_selected,
 )
+from keras_moe._types import Tensor
 from keras_moe.ops.expert_types import ExpertTypes
 from keras_moe.ops.token_choice import selected_experts, top_experts
 
@@ -25,7 +26,7 @@ from keras_moe.ops.token_choice import selected_experts, top_experts
 TINY = 1e-37
 
 
-def importance_loss(logits: Any, mask: Any = None) -> Any:
+def importance_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
     """Squared coefficient of variation of the experts' summed gates.
 
     Args:
@@ -47,12 +48,12 @@ def importance_loss(logits: Any, mask: Any = None) -> Any:
 
 
 def load_loss(
-    logits: Any,
-    noisy_logits: Any,
+    logits: Tensor,
+    noisy_logits: Tensor,
     noise_std: float,
     num_selected_experts: int,
-    mask: Any = None,
-) -> Any:
+    mask: Tensor | None = None,
+) -> Tensor:
     """Squared coefficient of variation of the experts' expected loads.
 
     An expert's load sums, over tokens, the probability that the expert would be among
@@ -64,7 +65,6 @@ def load_loss(
         noisy_logits: float32 (G, S, E), with the noise that routed the tokens.
         noise_std: standard deviation of that noise.
         num_selected_experts: K, experts per token.
-        mask: boolean (G, S), False for tokens that do not count.
 
     Reference: *Routers in Vision Mixture of Experts*, appendix A.
 
@@ -88,8 +88,8 @@ def load_loss(
 
 
 def load_balance_loss(
-    gates: Any, mask: Any = None, num_selected_experts: int = 1
-) -> Any:
+    gates: Tensor, mask: Tensor | None = None, num_selected_experts: int = 1
+) -> Tensor:
     """The balance loss of GShard and Switch: `E * sum_e f_e P_e`.
 
     f_e is the fraction of choices that fall on expert e, which has no gradient, and P_e
@@ -97,7 +97,6 @@ def load_balance_loss(
 
     Args:
         gates: float32 (G, S, E), the softmax that routed the tokens.
-        mask: boolean (G, S), False for tokens that do not count.
         num_selected_experts: number of choices of each token that count: 1, as in the
             papers (for any K), or K.
 
@@ -124,12 +123,12 @@ def load_balance_loss(
 
 
 def heterogeneous_balance_loss(
-    gates: Any,
-    selected: Any,
+    gates: Tensor,
+    selected: Tensor,
     expert_types: ExpertTypes,
     tau: float = 1.0,
-    mask: Any = None,
-) -> Any:
+    mask: Tensor | None = None,
+) -> Tensor:
     """The balance loss of MoE++: `sum_e eta_e f_e P_e`.
 
     eta is 1 for FFN experts and tau for zero-computation experts, so that a tau below 1
@@ -141,7 +140,6 @@ def heterogeneous_balance_loss(
         selected: float32 (G, S, E), 1 for selected experts, served or not; no gradient.
         expert_types: numbers of experts of each type.
         tau: weight of zero-computation experts.
-        mask: boolean (G, S), False for tokens that do not count.
 
     Reference: *MoE++*, equation 7.
 
@@ -163,12 +161,10 @@ def heterogeneous_balance_loss(
     return ops.sum(ops.convert_to_tensor(eta, "float32") * share * mean_gate, axis=-1)
 
 
-def router_z_loss(logits: Any, mask: Any = None) -> Any:
+def router_z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
     """Mean squared log-partition of the logits, which keeps them small.
 
-    Args:
-        logits: float32 (G, S, E).
-        mask: boolean (G, S), False for tokens that do not count.
+    Args: those of `importance_loss`.
 
     Returns: float32 (G,): the mean over tokens of `logsumexp(logits)^2`.
 
@@ -185,12 +181,10 @@ def router_z_loss(logits: Any, mask: Any = None) -> Any:
     return ops.squeeze(token_mean(squared, mask), axis=-1)
 
 
-def local_entropy_loss(logits: Any, mask: Any = None) -> Any:
+def local_entropy_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
     """Mean entropy of the tokens' gates: a token should be sure of its expert.
 
-    Args:
-        logits: float32 (G, S, E), without noise.
-        mask: boolean (G, S), False for tokens that do not count.
+    Args: those of `importance_loss`.
 
     Returns: float32 (G,): the mean over tokens of `H(softmax(logits))`, at most log E.
 
@@ -207,15 +201,14 @@ def local_entropy_loss(logits: Any, mask: Any = None) -> Any:
 
 
 def global_entropy_loss(
-    logits: Any, threshold: float | None = None, mask: Any = None
-) -> Any:
+    logits: Tensor, threshold: float | None = None, mask: Tensor | None = None
+) -> Tensor:
     """Rewards the use of many experts by all tokens together, up to a threshold.
 
     Args:
         logits: float32 (G, S, E), without noise.
         threshold: entropy tau above which the loss is zero: about `exp(tau)` experts in
             use are enough; None for none. Warns above log E: the loss cannot reach 0.
-        mask: boolean (G, S), False for tokens that do not count.
 
     Returns: float32 (G,): `max(0, tau - H(p))` with p the mean over tokens of
     `softmax(logits)`, or `-H(p)` without a threshold; 0 if no token counts.
@@ -237,7 +230,9 @@ def global_entropy_loss(
     return entropy_to_threshold(logits, threshold, mask)
 
 
-def entropy_to_threshold(logits: Any, threshold: float | None, mask: Any) -> Any:
+def entropy_to_threshold(
+    logits: Tensor, threshold: float | None, mask: Tensor | None
+) -> Tensor:
     """`global_entropy_loss` with a threshold that has been checked."""
     entropy = _entropy(token_mean(ops.softmax(logits, axis=-1), mask))
     if threshold is None:
@@ -247,15 +242,17 @@ def entropy_to_threshold(logits: Any, threshold: float | None, mask: Any) -> Any
 
 
 def mutual_information_loss(
-    logits: Any, modality_ids: Any, num_modalities: int, mask: Any = None
-) -> Any:
+    logits: Tensor,
+    modality_ids: Tensor,
+    num_modalities: int,
+    mask: Tensor | None = None,
+) -> Tensor:
     """Negative mutual information of experts and modalities: experts should specialise.
 
     Args:
         logits: float32 (G, S, E), without noise.
         modality_ids: int (G, S), modalities from 0 to M - 1; other ids do not count.
         num_modalities: M.
-        mask: boolean (G, S), False for tokens that do not count.
 
     Returns: float32 (G,), at least -log M: `mean_m H(p_m) - H(mean_m p_m)` with p_m the
     mean of `softmax(logits)` over the tokens of modality m. Means are over the
@@ -287,14 +284,12 @@ def mutual_information_loss(
 
 
 def target_entropy_loss(
-    logits: Any, num_selected_experts: int, mask: Any = None
-) -> Any:
+    logits: Tensor, num_selected_experts: int, mask: Tensor | None = None
+) -> Tensor:
     """Pulls the local entropy towards that of K equal gates, instead of 0.
 
     Args:
-        logits: float32 (G, S, E), without noise.
-        num_selected_experts: K, experts per token.
-        mask: boolean (G, S), False for tokens that do not count.
+        num_selected_experts: K, experts per token; for others see `importance_loss`.
 
     Returns: float32 (G,): `(log K - local_entropy_loss)^2`; 0 if no token counts.
 
@@ -316,14 +311,12 @@ def target_entropy_loss(
 
 
 def merged_entropy_loss(
-    logits: Any, num_selected_experts: int, mask: Any = None
-) -> Any:
+    logits: Tensor, num_selected_experts: int, mask: Tensor | None = None
+) -> Tensor:
     """Asks a token's K experts to share all of its gates, in any proportion.
 
     Args:
-        logits: float32 (G, S, E), without noise.
-        num_selected_experts: K, experts per token.
-        mask: boolean (G, S), False for tokens that do not count.
+        num_selected_experts: K, experts per token; for others see `importance_loss`.
 
     Returns: float32 (G,): the mean over tokens of `H([sum of the K largest gates, sum
     of the rest])`.
@@ -351,13 +344,15 @@ def merged_entropy_loss(
     return _mean_of_tokens(_entropy(merged), mask)
 
 
-def modality_mask(modality_ids: Any, modality: int, mask: Any = None) -> Any:
+def modality_mask(
+    modality_ids: Tensor, modality: int, mask: Tensor | None = None
+) -> Tensor:
     """The tokens of a modality that count, as booleans (G, S)."""
     tokens = ops.equal(modality_ids, modality)
     return tokens if mask is None else ops.logical_and(mask, tokens)
 
 
-def check_threshold(threshold: Any) -> float | None:
+def check_threshold(threshold: object) -> float | None:
     """`threshold` as a float, if it is None or a finite number of at least 0."""
     if threshold is None:
         return None
@@ -395,14 +390,14 @@ def _zero_if_empty(loss, mask):
     return ops.where(ops.any(mask, axis=1), loss, 0.0)
 
 
-def token_sum(values: Any, mask: Any = None) -> Any:
+def token_sum(values: Tensor, mask: Tensor | None = None) -> Tensor:
     """Sums (G, S, X) over the tokens that count: (G, X)."""
     if mask is not None:
         values = ops.where(ops.expand_dims(mask, -1), values, 0.0)
     return ops.sum(values, axis=1)
 
 
-def token_mean(values: Any, mask: Any = None) -> Any:
+def token_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
     """The mean of (G, S, X) over the tokens that count: (G, X), 0 without any."""
     if mask is None:
         return ops.mean(values, axis=1)
@@ -410,7 +405,7 @@ def token_mean(values: Any, mask: Any = None) -> Any:
     return token_sum(values, mask) / ops.maximum(count, 1.0)
 
 
-def over_counted_groups(losses: Any, counted: Any) -> Any:
+def over_counted_groups(losses: Tensor, counted: Tensor) -> Tensor:
     """Losses (G,), zeroed and scaled so that their mean is that of counted groups."""
     counted = ops.cast(counted, "float32")
     share = ops.mean(counted)

@@ -23,6 +23,7 @@ from keras import initializers, ops
 from keras_moe._backends import host_memory
 from keras_moe._checks import check_initializer
 from keras_moe._compat import compute_fans
+from keras_moe._types import Initializer, Tensor
 from keras_moe.ops._primitives import on_several_devices
 
 # The spread of a normal distribution that is cut at two standard deviations.
@@ -34,12 +35,14 @@ class _Start(NamedTuple):
 
     seed: int
     name: str
-    rules: Mapping[str, Any]
+    rules: Mapping[str, Initializer]
     used: set[str]
 
 
 _SKIPS = contextvars.ContextVar("skips", default=False)
-_START = contextvars.ContextVar("start", default=None)
+_START: contextvars.ContextVar[_Start | None] = contextvars.ContextVar(
+    "start", default=None
+)
 
 
 @contextlib.contextmanager
@@ -54,7 +57,7 @@ def skip_init(wanted: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def initial_values(
-    seed: int | None, name: str, rules: Mapping[str, Any] | None = None
+    seed: int | None, name: str, rules: Mapping[str, Initializer] | None = None
 ) -> Iterator[set[str]]:
     """Weights made within the context start by this seed and their paths.
 
@@ -82,17 +85,21 @@ class PathInitializer(keras.initializers.Initializer):
     variable long after its layer was built.
     """
 
-    def __init__(self, initializer: Any, path: str = ""):
-        initializer = self._given = keras.initializers.get(initializer)
+    def __init__(self, initializer: Initializer, path: str = ""):
+        self._given = chosen = keras.initializers.get(initializer)
         start = _START.get()
-        for pattern, other in (start.rules if start else {}).items():
+        rules, used = ({}, set()) if start is None else (start.rules, start.used)
+        for pattern, rule in rules.items():
             if re.fullmatch(pattern, path):
-                start.used.add(pattern)
-                initializer = _replaced(initializer, keras.initializers.get(other))
+                used.add(pattern)
+                other: Any = keras.initializers.get(rule)
+                # Experts keep their number of different starts.
+                is_per_expert = isinstance(chosen, PerExpert)
+                chosen = PerExpert(other, chosen.shared) if is_per_expert else other
                 break
-        self.initializer = initializer
+        self.initializer: Any = chosen
         self.path = path
-        seed = _own_seed(initializer)
+        seed = _own_seed(chosen)
         if start is not None:
             seed = start.seed if seed is None else seed
             self._stream = f"{seed}/{start.name}/{path}"
@@ -106,9 +113,10 @@ class PathInitializer(keras.initializers.Initializer):
         dtype = keras.backend.standardize_dtype(dtype or keras.config.floatx())
         # Rules are for numbers that train, not for those of int8 kernels.
         initializer = self.initializer if "float" in dtype else self._given
-        skipped = _skipped_value(initializer, tuple(shape), dtype)
-        if skipped is not None:
-            return skipped
+        if _SKIPS.get() and not _advances(initializer):
+            zeros = host_memory.lazy_zeros(tuple(shape), dtype)
+            if zeros is not None:
+                return zeros
         return _drawn(initializer, tuple(shape), dtype, self._stream)
 
     def get_config(self):
@@ -133,12 +141,12 @@ class PerExpert(keras.initializers.Initializer):
     True
     """
 
-    def __init__(self, initializer: Any, shared: bool = False):
+    def __init__(self, initializer: Initializer, shared: bool = False):
         self.initializer = check_initializer("initializer", initializer)
         self.shared = shared
 
     @property
-    def seed(self) -> Any:
+    def seed(self) -> int | keras.random.SeedGenerator | None:
         """The initializer's seed, if it has one."""
         return getattr(self.initializer, "seed", None)
 
@@ -159,7 +167,7 @@ class PerExpert(keras.initializers.Initializer):
             values[index] = drawn
         return values
 
-    def tensor(self, shape: tuple[int, ...], dtype: str, stream: str) -> Any:
+    def tensor(self, shape: tuple[int, ...], dtype: str, stream: str) -> Tensor:
         """All experts, by an initializer that only makes tensors."""
         num_experts = shape[0]
         slices = [
@@ -186,13 +194,6 @@ class PerExpert(keras.initializers.Initializer):
         }
 
 
-def _replaced(initializer, other):
-    """Another initializer; experts keep their number of different starts."""
-    if isinstance(initializer, PerExpert):
-        return PerExpert(other, initializer.shared)
-    return other
-
-
 def _own_seed(initializer):
     """The seed that the user gave an initializer, if any."""
     if isinstance(initializer, PerExpert):
@@ -207,13 +208,6 @@ def _advances(initializer):
     """Whether drawing advances a generator, which other layers may share."""
     seed = getattr(initializer, "seed", None)
     return isinstance(seed, keras.random.SeedGenerator)
-
-
-def _skipped_value(initializer, shape, dtype):
-    """The value of a weight within `skip_init`; None if it must be drawn."""
-    if _advances(initializer) or not _SKIPS.get():
-        return None
-    return host_memory.lazy_zeros(shape, dtype)
 
 
 def _drawn(initializer, shape, dtype, stream):
@@ -306,7 +300,7 @@ def _normal(shape, mean, stddev, stream, cut=False):
     generator.standard_normal(dtype="float32", out=values)
     flat = values.reshape(-1)
     # What lies beyond two standard deviations is drawn again.
-    beyond = np.flatnonzero(np.abs(flat) > 2) if cut else ()
+    beyond = np.flatnonzero(np.abs(flat) > 2) if cut else np.zeros(0, "int64")
     while len(beyond):
         flat[beyond] = generator.standard_normal(len(beyond), dtype="float32")
         beyond = beyond[np.abs(flat[beyond]) > 2]

@@ -11,10 +11,12 @@ in CP and Tucker, cores (R, N, S) of a ring in TR.
 
 import itertools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from keras import ops
 
+from keras_moe._types import Tensor
 from keras_moe.ops._primitives import custom_gradient
 from keras_moe.ops.entmax import Source, gates_again
 
@@ -77,34 +79,15 @@ class TensorSpec(NamedTuple):
                 first = following
         return total
 
-    @property
-    def naive_multiply_adds(self) -> int:
-        """Multiply-adds of one token if the weight tensor is built from its factors."""
-        modes, rank, total = self.modes, self.rank, 0
-        if self.factorization == "cp":
-            total = math.prod(modes) * rank
-        elif self.factorization == "tr":
-            # A chain (R_1, built modes, R_l); the last core's other end is R_1 again.
-            for mode in range(1, len(modes)):
-                built = math.prod(modes[: mode + 1])
-                total += rank[0] * built * rank[mode] * (*rank[1:], 1)[mode]
-        elif self.factorization == "tucker":
-            for mode in range(len(modes)):
-                total += math.prod(modes[: mode + 1]) * math.prod(rank[mode:])
-        # One mode after the other; the units are left.
-        for mode in range(len(modes) - 1):
-            total += math.prod(modes[mode:])
-        return total
-
 
 def multilinear(
-    inputs: Any,
-    coefficients: list[Any],
-    factors: list[Any],
+    inputs: Tensor,
+    coefficients: list[Tensor],
+    factors: list[Tensor],
     factorization: str | None,
-    projected: Any = None,
-    sources: Any = None,
-) -> Any:
+    projected: Tensor | None = None,
+    sources: Sequence[Sequence[Tensor]] | None = None,
+) -> Tensor:
     """muMoE's forward pass of one layer: equations 1 to 3, and 15 to 18 of appendix B.
 
     `inputs` are (..., I), or (..., I - 1), to which a constant 1 is added; there is a
@@ -122,7 +105,7 @@ def multilinear(
     return _FORWARD[factorization](projected, coefficients, factors, sources)
 
 
-def input_factor(factors: list[Any], factorization: str | None) -> Any:
+def input_factor(factors: list[Tensor], factorization: str | None) -> Any:
     """The factor by which a factorised layer takes its inputs first."""
     if factorization is None:
         return None
@@ -167,7 +150,7 @@ def _tr(projected, coefficients, factors, sources):
     # Equation 3: matrices from the experts' cores, one from the input's; the ring
     # closes in the output's core.
     *experts, input_core, output_core = factors
-    chain = None
+    chain: Any = None
     for coefficient, core, source in zip(coefficients, experts, sources):
         matrix = _as_core(_mixed(coefficient, core, source), core)
         chain = matrix if chain is None else ops.matmul(chain, matrix)
@@ -218,7 +201,9 @@ def _apply(tensor, vectors):
 _FORWARD = {"cp": _cp, "tr": _tr, "tucker": _tucker}
 
 
-def expert_matrix(factors: list[Any], index: Any, factorization: str | None) -> Any:
+def expert_matrix(
+    factors: list[Tensor], index: Sequence[int], factorization: str | None
+) -> Tensor:
     """One expert's matrix (I, O), for inspection."""
     if factorization is None:
         return factors[0][tuple(index)]
@@ -241,7 +226,7 @@ def expert_matrix(factors: list[Any], index: Any, factorization: str | None) -> 
     return ops.matmul(ops.matmul(input_factor, core), ops.transpose(output_factor))
 
 
-def projections(inputs: Any, *factors: Any) -> tuple[Any, ...]:
+def projections(inputs: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
     """The products of the inputs (..., I) and each factor, (..., R) or (..., R S).
 
     A factor of I + 1 rows adds a constant input 1. The inputs' gradient is one matmul.
@@ -279,7 +264,9 @@ def _project_gradients(kept, *upstream):
     return tuple(gradients)
 
 
-def _mixed(coefficients: Any, factor: Any, source: Any = ()) -> Any:
+def _mixed(
+    coefficients: Tensor, factor: Tensor, source: Sequence[Tensor] = ()
+) -> Tensor:
     """Coefficients (..., N) times a factor; the gradient keeps a `source` instead."""
     count = len(source)
 
@@ -298,8 +285,12 @@ def _mixed(coefficients: Any, factor: Any, source: Any = ()) -> Any:
 
 
 def _merged_matmul(
-    merge: Any, gradients: Any, closing: Any, parts: list[Any], sources: Any = None
-) -> Any:
+    merge: Callable[..., Tensor],
+    gradients: Callable[..., tuple[Tensor, ...]],
+    closing: Tensor,
+    parts: list[Tensor],
+    sources: Sequence[Sequence[Tensor]] | None = None,
+) -> Tensor:
     """`merge(*parts)` by the closing factor; only these are kept for the gradient.
 
     The merged parts, which would be most of the layer's memory, are recomputed in the
@@ -345,7 +336,7 @@ def _parts(kept, counts):
     return parts
 
 
-def _rows(x: Any) -> Any:
+def _rows(x: Tensor) -> Tensor:
     """(..., N) as a matrix."""
     return ops.reshape(x, (-1, x.shape[-1]))
 

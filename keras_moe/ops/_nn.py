@@ -8,10 +8,11 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe._types import Tensor
 from keras_moe.ops._primitives import custom_gradient
 
 
-def gelu_tanh(x: Any) -> Any:
+def gelu_tanh(x: Tensor) -> Tensor:
     """`0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`, the GELU of the JAX models.
 
     PyTorch's tanh kernel is slow on CPUs: there it is computed as `x sigmoid(2 u)`.
@@ -20,24 +21,24 @@ def gelu_tanh(x: Any) -> Any:
         from keras_moe.ops.kernels import _nn_torch
 
         x = ops.convert_to_tensor(x)
-        if x.is_floating_point():
+        if keras.backend.is_float_dtype(keras.backend.standardize_dtype(x.dtype)):
             return _nn_torch.gelu_tanh(x)
     return gelu_tanh_reference(x)
 
 
-def gelu_tanh_reference(x: Any) -> Any:
+def gelu_tanh_reference(x: Tensor) -> Any:
     """`gelu_tanh` as Keras computes it."""
     return keras.activations.gelu(x, approximate=True)
 
 
-def silu(x: Any) -> Any:
+def silu(x: Tensor) -> Any:
     """`x sigmoid(x)`; TensorFlow's own keeps every graph that it is traced in."""
     if keras.backend.backend() == "tensorflow":
         return x * ops.sigmoid(x)
     return keras.activations.silu(x)
 
 
-def is_bfloat16_on_tpus(x: Any) -> bool:
+def is_bfloat16_on_tpus(x: Tensor) -> bool:
     """Whether JAX's program is for TPUs, and `x` in bfloat16."""
     if keras.backend.backend() != "jax":
         return False
@@ -47,7 +48,7 @@ def is_bfloat16_on_tpus(x: Any) -> bool:
     return dtype == "bfloat16" and platform() == "tpu"
 
 
-def has_own_attention(query: Any) -> bool:
+def has_own_attention(query: Tensor) -> bool:
     """Whether `attend` has a kernel: on PyTorch, and in bfloat16 on TPUs."""
     return keras.backend.backend() == "torch" or is_bfloat16_on_tpus(query)
 
@@ -61,7 +62,9 @@ def has_float16_attention() -> bool:
     return platform() not in ("cpu", "tpu")
 
 
-def attend(query: Any, key: Any, value: Any, scale: float, mask: Any = None) -> Any:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+) -> Tensor:
     """`softmax(scale * query key^T) value` per head: (B, N, h, d) from (B, M, h, d).
 
     A boolean mask broadcasts to (B, h, N, M). `torch.compile` cannot read Keras's form,
@@ -71,22 +74,22 @@ def attend(query: Any, key: Any, value: Any, scale: float, mask: Any = None) -> 
         return attend_reference(query, key, value, scale, mask)
     query, key, value = map(ops.convert_to_tensor, (query, key, value))
     if keras.backend.backend() == "jax":
-        from keras_moe.ops.kernels import _attention_jax
+        from keras_moe.ops.kernels import _tpus_jax
 
-        return _attention_jax.attend(query, key, value, scale, mask)
+        return _tpus_jax.attend(query, key, value, scale, mask)
     from keras_moe.ops.kernels import _nn_torch
 
     return _nn_torch.attend(query, key, value, scale, mask)
 
 
 def attend_reference(
-    query: Any, key: Any, value: Any, scale: float, mask: Any = None
-) -> Any:
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+) -> Tensor:
     """`attend` as Keras computes it."""
     return ops.dot_product_attention(query, key, value, mask=mask, scale=scale)
 
 
-def linear(inputs: Any, kernel: Any, bias: Any, axes: int = 1) -> Any:
+def linear(inputs: Tensor, kernel: Tensor, bias: Tensor, axes: int = 1) -> Tensor:
     """`inputs @ kernel + bias` over the last axes, in one call on PyTorch."""
     if keras.backend.backend() == "torch":
         from keras_moe.ops.kernels import _nn_torch
@@ -97,7 +100,9 @@ def linear(inputs: Any, kernel: Any, bias: Any, axes: int = 1) -> Any:
     return linear_reference(inputs, kernel, bias, axes)
 
 
-def linear_reference(inputs: Any, kernel: Any, bias: Any, axes: int = 1) -> Any:
+def linear_reference(
+    inputs: Tensor, kernel: Tensor, bias: Tensor, axes: int = 1
+) -> Tensor:
     """`linear` as a product and a sum."""
     if axes == 1 and len(kernel.shape) == 2:
         return ops.add(ops.matmul(inputs, kernel), bias)
@@ -105,8 +110,8 @@ def linear_reference(inputs: Any, kernel: Any, bias: Any, axes: int = 1) -> Any:
 
 
 def standardize(
-    x: Any, axes: tuple[int, ...], epsilon: float, mask: Any = None
-) -> tuple[Any, Any, Any]:
+    x: Tensor, axes: tuple[int, ...], epsilon: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """`y = (x - mean) / sqrt(variance + epsilon)`, mean and variance over some axes.
 
     Only entries of the `mask` count for these. The gradient keeps y, and not x. With

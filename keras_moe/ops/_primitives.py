@@ -7,13 +7,15 @@ from typing import Any
 import keras
 from keras import ops, tree
 
+from keras_moe._types import Size, Tensor
+
 # The largest exponent for which real_power multiplies.
 _LARGEST_PRODUCT = 16
 # The smallest normal float32.
 _TINY = 1.1754944e-38
 
 
-def custom_gradient(forward: Callable, backward: Callable, *inputs: Any) -> Any:
+def custom_gradient(forward: Callable, backward: Callable, *inputs: Tensor) -> Any:
     """`forward(*inputs)[0]`, differentiated by `backward`.
 
     `forward` returns `(outputs, residuals)`, and `backward(residuals, *upstream)` one
@@ -21,16 +23,16 @@ def custom_gradient(forward: Callable, backward: Callable, *inputs: Any) -> Any:
     name in Keras keep too much: on PyTorch all inputs, and outputs until the garbage
     collector runs, and on TensorFlow every graph, for ever.
     """
-    inputs = [ops.convert_to_tensor(x) for x in inputs]
+    inputs = tuple(ops.convert_to_tensor(x) for x in inputs)
     backend = keras.backend.backend()
     if backend == "torch":
         from keras_moe.ops.kernels import _gradients_torch
 
         return _gradients_torch.custom_gradient(forward, backward, *inputs)
     if backend == "tensorflow":
-        from keras_moe.ops.kernels import _gradients_tensorflow
+        from keras_moe.ops.kernels import _tensorflow
 
-        return _gradients_tensorflow.custom_gradient(forward, backward, *inputs)
+        return _tensorflow.custom_gradient(forward, backward, *inputs)
 
     @ops.custom_gradient
     def function(*inputs):
@@ -54,9 +56,9 @@ def remat(function: Callable) -> Callable:
     """`keras.remat`, which keeps every graph on TensorFlow, of functions of tensors."""
     if keras.backend.backend() != "tensorflow":
         return keras.remat(function)
-    from keras_moe.ops.kernels import _gradients_tensorflow
+    from keras_moe.ops.kernels import _tensorflow
 
-    return functools.partial(_gradients_tensorflow.remat, function)
+    return functools.partial(_tensorflow.remat, function)
 
 
 def on_several_devices() -> bool:
@@ -65,7 +67,7 @@ def on_several_devices() -> bool:
     return distribution is not None and distribution.device_mesh.devices.size > 1
 
 
-def vmap_groups(function: Callable, *arrays: Any) -> Any:
+def vmap_groups(function: Callable, *arrays: Tensor) -> Tensor:
     """`function(*arrays)`, vectorized over the groups on several devices.
 
     On one device, one flat table is fastest. On several, a partitioner would then
@@ -83,12 +85,12 @@ def vmap_groups(function: Callable, *arrays: Any) -> Any:
     return ops.vectorized_map(for_group, [x for x in arrays if x is not None])
 
 
-def max_along(x: Any, axis: int, keepdims: bool = False) -> Any:
+def max_along(x: Tensor, axis: int, keepdims: bool = False) -> Tensor:
     """`ops.max` along one axis; another axis may be empty."""
     return _reduce(ops.max, x, axis, keepdims)
 
 
-def min_along(x: Any, axis: int, keepdims: bool = False) -> Any:
+def min_along(x: Tensor, axis: int, keepdims: bool = False) -> Tensor:
     """`ops.min` along one axis; another axis may be empty."""
     return _reduce(ops.min, x, axis, keepdims)
 
@@ -99,14 +101,14 @@ def _reduce(reduce, x, axis, keepdims):
     return reduce(x, axis=axis, keepdims=keepdims)
 
 
-def take(table: Any, rows: Any) -> Any:
+def take(table: Tensor, rows: Tensor) -> Tensor:
     """`table[rows]`, also for an empty table and no rows."""
     if 0 not in tuple(table.shape):
         return ops.take(table, rows, axis=0)
     return ops.zeros((*ops.shape(rows), *table.shape[1:]), table.dtype)
 
 
-def take_along_axis(x: Any, indices: Any, axis: int) -> Any:
+def take_along_axis(x: Tensor, indices: Tensor, axis: int) -> Tensor:
     """`ops.take_along_axis` for indices of at least 0, which are broadcast to `x`."""
     if keras.backend.backend() != "torch":
         return ops.take_along_axis(x, indices, axis=axis)
@@ -115,7 +117,7 @@ def take_along_axis(x: Any, indices: Any, axis: int) -> Any:
     return torch.take_along_axis(x, indices, axis)
 
 
-def scatter(x: Any, places: Any, values: Any) -> Any:
+def scatter(x: Tensor, places: Tensor, values: Tensor) -> Tensor:
     """`x` (N,) with values (V,) at the places (V,)."""
     if keras.backend.backend() != "torch":
         return ops.scatter_update(x, ops.expand_dims(places, -1), values)
@@ -133,7 +135,7 @@ def is_transformed() -> bool:
     return _gradients_torch.is_transformed()
 
 
-def searchsorted(edges: Any, values: Any) -> Any:
+def searchsorted(edges: Tensor, values: Tensor) -> Tensor:
     """The number of sorted `edges` (N,) below each value (V,), int32."""
     if keras.backend.backend() != "torch":
         return ops.cast(ops.searchsorted(edges, values), "int32")
@@ -142,7 +144,9 @@ def searchsorted(edges: Any, values: Any) -> Any:
     return torch.searchsorted(edges, values)
 
 
-def top_values(values: Any, number: Any, stable: bool = True) -> tuple[Any, Any]:
+def top_values(
+    values: Tensor, number: Size, stable: bool = True
+) -> tuple[Tensor, Tensor]:
     """The largest values along the last axis, in falling order, and their indices.
 
     Ties go to the lowest index, unless `stable` is False.
@@ -158,7 +162,7 @@ def top_values(values: Any, number: Any, stable: bool = True) -> tuple[Any, Any]
     return best, ops.cast(index, "int32")
 
 
-def real_power(x: Any, exponent: float) -> Any:
+def real_power(x: Tensor, exponent: float) -> Tensor:
     """`x ** exponent` for x >= 0, by products or roots where they are cheaper."""
     x = ops.convert_to_tensor(x)
     if exponent == 0:
@@ -183,13 +187,13 @@ def is_product(exponent: float) -> bool:
     return exponent == int(exponent) and 1 <= exponent <= _LARGEST_PRODUCT
 
 
-def product(x: Any, exponent: int) -> Any:
+def product(x: Tensor, exponent: int) -> Tensor:
     """`x ** exponent` for an integer of at least 1, by repeated squaring."""
-    power = None
-    while exponent:
+    while exponent % 2 == 0:
+        x, exponent = x * x, exponent // 2
+    power = x
+    while exponent := exponent // 2:
+        x = x * x
         if exponent % 2:
-            power = x if power is None else power * x
-        exponent //= 2
-        if exponent:
-            x = x * x
+            power = power * x
     return power

@@ -6,15 +6,14 @@ Axes: M rows of the table, R gathered rows, T tokens, K choices, D hidden; G gro
 group_size, N slots of a group.
 """
 
-from typing import Any
-
 import keras
 from keras import ops
 
+from keras_moe._types import DType, Size, Tensor
 from keras_moe.ops._primitives import custom_gradient, take
 
 
-def gather_rows(table: Any, rows: Any, readers: Any) -> Any:
+def gather_rows(table: Tensor, rows: Tensor, readers: Tensor) -> Tensor:
     """`table[rows]` (R, D), and zeros where `rows` is -1.
 
     `readers` (M, K) are the result's rows that read each row of the table, or -1.
@@ -25,7 +24,9 @@ def gather_rows(table: Any, rows: Any, readers: Any) -> Any:
     return gather_rows_reference(table, rows, readers)
 
 
-def combine_rows(table: Any, weights: Any, rows: Any, readers: Any) -> Any:
+def combine_rows(
+    table: Tensor, weights: Tensor, rows: Tensor, readers: Tensor
+) -> Tensor:
     """`sum over k of weights[:, k] * table[rows[:, k]]`, float32 (T, D).
 
     `weights`, `rows` are (T, K); `readers` (M,) is each table row's token, or -1.
@@ -45,7 +46,7 @@ def _kernels(table):
     return _gradients_torch if _gradients_torch.gathers_are_valid(table) else None
 
 
-def gather_rows_reference(table: Any, rows: Any, readers: Any) -> Any:
+def gather_rows_reference(table: Tensor, rows: Tensor, readers: Tensor) -> Tensor:
     """`gather_rows` by `keras.ops`."""
 
     def forward(table, rows, readers):
@@ -63,7 +64,9 @@ def gather_rows_reference(table: Any, rows: Any, readers: Any) -> Any:
     return custom_gradient(forward, backward, table, rows, readers)
 
 
-def combine_rows_reference(table: Any, weights: Any, rows: Any, readers: Any) -> Any:
+def combine_rows_reference(
+    table: Tensor, weights: Tensor, rows: Tensor, readers: Tensor
+) -> Tensor:
     """`combine_rows` by `keras.ops`."""
 
     def forward(table, weights, rows, readers):
@@ -98,46 +101,72 @@ def _rows_or_zeros(table, rows):
     return ops.where((rows >= 0)[:, None], chosen, 0.0)
 
 
-def gather_slots(tokens: Any, owners: Any) -> Any:
+def gather_slots(tokens: Tensor, owners: Tensor) -> Tensor:
     """The token (G, N, D) of each slot, zeros where `owners` (G, N) is -1.
 
     A token may be in the slots of all experts: the gradient is `add_slots`.
     """
-    kernels = _slot_kernels(tokens, owners)
-    if kernels is not None:
-        return kernels.gather(tokens, owners)
+    if not _has_slot_kernel(tokens, owners):
+        return _gather_slots(tokens, owners)
+    num_tokens = tokens.shape[1]
+
+    def forward(tokens, owners):
+        return _gather_slots(tokens, owners), (owners,)
+
+    def backward(residuals, upstream):
+        (owners,) = residuals
+        return _add_slots_jax(upstream, owners, num_tokens, upstream.dtype), None
+
+    return custom_gradient(forward, backward, tokens, owners)
+
+
+def add_slots(rows: Tensor, owners: Tensor, num_tokens: Size, dtype: DType) -> Tensor:
+    """The sum (G, S, D) of each token's float32 rows (G, N, D), cast to the dtype."""
+    dtype = keras.backend.standardize_dtype(dtype)
+    if not _has_slot_kernel(rows, owners, num_tokens):
+        return ops.cast(sum_slots(rows, owners, num_tokens), dtype)
+
+    def forward(rows, owners):
+        return _add_slots_jax(rows, owners, num_tokens, dtype), (owners,)
+
+    def backward(residuals, upstream):
+        return ops.cast(_gather_slots(upstream, *residuals), "float32"), None
+
+    return custom_gradient(forward, backward, rows, owners)
+
+
+def _gather_slots(tokens, owners):
     flat = ops.reshape(tokens, (-1, tokens.shape[-1]))
     inputs = take(flat, _flat_owners(owners, ops.shape(tokens)[1]))
     return ops.where((owners >= 0)[..., None], inputs, ops.zeros_like(inputs))
 
 
-def add_slots(rows: Any, owners: Any, num_tokens: Any, dtype: Any) -> Any:
-    """The sum (G, S, D) of each token's float32 rows (G, N, D), cast to the dtype."""
-    dtype = keras.backend.standardize_dtype(dtype)
-    kernels = _slot_kernels(rows, owners, num_tokens)
-    if kernels is not None:
-        return kernels.add_up(rows, owners, num_tokens, dtype)
-    rows = ops.where((owners >= 0)[..., None], rows, 0.0)
+def sum_slots(rows: Tensor, owners: Tensor, num_tokens: Size) -> Tensor:
+    """`add_slots` in the dtype of the rows."""
+    rows = ops.where((owners >= 0)[..., None], rows, ops.zeros_like(rows))
     num_groups, dim = ops.shape(rows)[0], rows.shape[-1]
     # PyTorch's `segment_sum` would cost ten times as much.
     total = ops.scatter_update(
-        ops.zeros((num_groups * num_tokens, dim), "float32"),
+        ops.zeros((num_groups * num_tokens, dim), rows.dtype),
         ops.reshape(_flat_owners(owners, num_tokens), (-1, 1)),
         ops.reshape(rows, (-1, dim)),
         reduction="add",
     )
-    return ops.cast(ops.reshape(total, (num_groups, num_tokens, dim)), dtype)
+    return ops.reshape(total, (num_groups, num_tokens, dim))
 
 
-def _slot_kernels(rows, owners, num_tokens=1):
-    """JAX's own functions, which need known sizes of at least 1, or None."""
+def _add_slots_jax(rows, owners, num_tokens, dtype):
+    from keras_moe.ops.kernels import _tpus_jax
+
+    dtype = keras.backend.standardize_dtype(dtype)
+    return _tpus_jax.add_slots(rows, owners, num_tokens, dtype, sum_slots)
+
+
+def _has_slot_kernel(rows: Tensor, owners: Tensor, num_tokens: Size = 1) -> bool:
+    """Whether JAX's own sum is used, which needs known sizes of at least 1."""
     sizes = (*rows.shape, *owners.shape, num_tokens)
     is_known = all(isinstance(x, int) and x > 0 for x in sizes)
-    if keras.backend.backend() != "jax" or not is_known:
-        return None
-    from keras_moe.ops.kernels import _slot_rows_jax
-
-    return _slot_rows_jax
+    return keras.backend.backend() == "jax" and is_known
 
 
 def _flat_owners(owners, num_tokens):

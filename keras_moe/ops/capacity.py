@@ -6,11 +6,11 @@ Axes: G groups, S group_size, E experts, C capacity, K selected experts.
 import math
 import numbers
 from fractions import Fraction
-from typing import Any
 
 from keras import ops
 
 from keras_moe._checks import check_integer, check_one_of, check_positive
+from keras_moe._types import Size
 from keras_moe.ops.expert_types import ExpertTypes
 
 ROUNDINGS = {"ceil": (math.ceil, ops.ceil), "round": (round, ops.round)}
@@ -19,13 +19,13 @@ LARGEST_DENOMINATOR = 10**9
 
 
 def expert_capacity(
-    num_tokens: Any,
+    num_tokens: Size,
     num_experts: int,
     capacity_factor: float,
     num_selected_experts: int = 1,
     rounding: str = "ceil",
     multiple_of: int | None = None,
-) -> Any:
+) -> Size:
     """The capacity C = S K c / E, rounded as the V-MoE code rounds it.
 
     It multiplies from left to right in float64; `"round"` rounds halves to even. The
@@ -62,14 +62,14 @@ def expert_capacity(
 
 
 def heterogeneous_capacity(
-    num_tokens: Any,
+    num_tokens: Size,
     expert_types: ExpertTypes,
     tau: float,
     capacity_factor: float,
     num_selected_experts: int = 1,
     rounding: str = "ceil",
     multiple_of: int | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Size, Size | None]:
     """The capacities of FFN and of zero-computation experts, equation 8 of *MoE++*.
 
     With T assignments, gamma T / (tau N_FFN + N_ZC) for a zero-computation expert, and
@@ -81,13 +81,12 @@ def heterogeneous_capacity(
     framework, T is S K here. The computation is exact, in fractions.
 
     Args:
-        num_tokens: S, tokens per group: an int, or a scalar integer tensor in a graph.
         expert_types: number of experts of each type.
         tau: an FFN expert's capacity over that of a zero-computation expert.
         capacity_factor: gamma.
-        num_selected_experts: K, experts per token.
         rounding: `"ceil"` or `"round"`; the paper leaves it open.
         multiple_of: rounds the FFN experts' capacity up to a multiple of this; or None.
+            The other arguments are those of `expert_capacity`.
 
     Returns: `(ffn, zero_computation)`: ints, or scalar int32 tensors if `num_tokens` is
     a tensor; the second is None without zero-computation experts.
@@ -126,7 +125,8 @@ def heterogeneous_capacity(
             multiple,
         )
         capacities.append(capacity)
-    return tuple(capacities)
+    ffn, zero_computation = capacities
+    return ffn, zero_computation
 
 
 def _capacity(num_tokens, num_selected_experts, factor, divisor, rounding, multiple_of):

@@ -7,12 +7,13 @@ With q = 1 / (alpha - 1) and z = (alpha - 1) * (logits - max(logits)),
 Axes: N logits, the last axis.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 from keras import ops
 
 from keras_moe._checks import check_number
+from keras_moe._types import Tensor
 from keras_moe.ops._primitives import custom_gradient, max_along, real_power
 
 # Newton's steps up to an alpha, for at most 512 logits and for more; each step doubles
@@ -30,7 +31,7 @@ _STEPS = (
 _MANY = 512
 
 
-def entmax(logits: Any, alpha: float = 1.5, axis: int = -1) -> Any:
+def entmax(logits: Tensor, alpha: float = 1.5, axis: int = -1) -> Tensor:
     """The alpha-entmax of logits: a distribution with zeros and an exact gradient.
 
     `p_i = max((alpha - 1) z_i - tau, 0) ** (1 / (alpha - 1))` with the threshold tau at
@@ -62,7 +63,7 @@ def entmax(logits: Any, alpha: float = 1.5, axis: int = -1) -> Any:
         return gates, (gates,)
 
     def backward(kept, upstream):
-        return (entmax_gradient(*kept, upstream, alpha),)
+        return (entmax_gradient(kept[0], upstream, alpha),)
 
     gates = custom_gradient(forward, backward, scores)
     return ops.cast(ops.moveaxis(gates, -1, axis), dtype)
@@ -71,12 +72,12 @@ def entmax(logits: Any, alpha: float = 1.5, axis: int = -1) -> Any:
 class Source(NamedTuple):
     """Scores (..., N), their maximum and tau (..., 1), which give 1.5-entmax again."""
 
-    scores: Any
-    top: Any
-    tau: Any
+    scores: Tensor
+    top: Tensor
+    tau: Tensor
 
 
-def entmax15_and_source(scores: Any) -> tuple[Any, Source]:
+def entmax15_and_source(scores: Tensor) -> tuple[Tensor, Source]:
     """1.5-entmax over the last axis, whose gradient keeps the scores, and no gates.
 
     It saves memory where scores are kept anyway: tau makes recomputing gates cheap.
@@ -94,29 +95,29 @@ def entmax15_and_source(scores: Any) -> tuple[Any, Source]:
     return gates, Source(scores, top, tau)
 
 
-def gates_again(source: Source) -> Any:
+def gates_again(source: Source) -> Tensor:
     """The gates of a source, with the gradient of entmax."""
 
-    def forward(*source):
-        gates = gates_at(*source, 1.5)
+    def forward(scores, top, tau):
+        gates = gates_at(scores, top, tau, 1.5)
         return gates, (gates,)
 
     def backward(kept, upstream):
-        return entmax_gradient(*kept, upstream, 1.5), None, None
+        return entmax_gradient(kept[0], upstream, 1.5), None, None
 
     return custom_gradient(forward, backward, *source)
 
 
-def solve(scores: Any, alpha: float) -> tuple[Any, Any, Any]:
+def solve(scores: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor]:
     """The gates of the last axis, the largest score, and tau; without a gradient."""
     few, many = next(steps for limit, *steps in _STEPS if alpha <= limit)
     count = scores.shape[-1]
     steps = few if count is not None and count <= _MANY else many
     if keras.backend.backend() == "torch":
-        from keras_moe.ops.kernels import _entmax_torch
+        from keras_moe.ops.kernels import _nn_torch
 
         scores = ops.convert_to_tensor(scores)
-        return _entmax_torch.solve(scores, alpha, entmax_power(alpha), steps)
+        return _nn_torch.entmax(scores, alpha, entmax_power(alpha), steps)
     return solve_reference(scores, alpha, steps)
 
 
@@ -126,7 +127,9 @@ def entmax_power(alpha: float) -> float:
     return float(round(power)) if abs(power - round(power)) < 1e-9 else power
 
 
-def solve_reference(scores: Any, alpha: float, steps: int) -> tuple[Any, Any, Any]:
+def solve_reference(
+    scores: Tensor, alpha: float, steps: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """`solve` by `keras.ops`, in a given number of Newton's steps.
 
     |max(z - tau, 0)|_q = 1 is convex in tau: steps from below cannot overshoot.
@@ -145,32 +148,32 @@ def solve_reference(scores: Any, alpha: float, steps: int) -> tuple[Any, Any, An
     return gates_at(scores, top, tau, alpha), top, tau
 
 
-def gates_at(scores: Any, top: Any, tau: Any, alpha: float) -> Any:
+def gates_at(scores: Tensor, top: Tensor, tau: Tensor, alpha: float) -> Tensor:
     """The entmax at a threshold that `solve` found."""
     if keras.backend.backend() == "torch":
-        from keras_moe.ops.kernels import _entmax_torch
+        from keras_moe.ops.kernels import _nn_torch
 
         scores, top, tau = map(ops.convert_to_tensor, (scores, top, tau))
-        if _entmax_torch.gradient_is_enough(scores):
+        if _nn_torch.entmax_gradient_is_enough(scores):
             power = entmax_power(alpha)
-            return _entmax_torch.gates_at(scores, top, tau, alpha, power)
+            return _nn_torch.entmax_at(scores, top, tau, alpha, power)
     rest = ops.maximum((alpha - 1.0) * (scores - top) - tau, 0.0)
     gates = real_power(rest, entmax_power(alpha))
     return gates / ops.sum(gates, axis=-1, keepdims=True)
 
 
-def entmax_gradient(gates: Any, upstream: Any, alpha: float) -> Any:
+def entmax_gradient(gates: Tensor, upstream: Tensor, alpha: float) -> Tensor:
     """The gradient in the logits of `entmax` over the last axis."""
     if keras.backend.backend() == "torch":
-        from keras_moe.ops.kernels import _entmax_torch
+        from keras_moe.ops.kernels import _nn_torch
 
         gates, upstream = map(ops.convert_to_tensor, (gates, upstream))
-        if _entmax_torch.gradient_is_enough(gates):
-            return _entmax_torch.gradient(gates, upstream, alpha)
+        if _nn_torch.entmax_gradient_is_enough(gates):
+            return _nn_torch.entmax_gradient(gates, upstream, alpha)
     return entmax_gradient_reference(gates, upstream, alpha)
 
 
-def entmax_gradient_reference(gates: Any, upstream: Any, alpha: float) -> Any:
+def entmax_gradient_reference(gates: Tensor, upstream: Tensor, alpha: float) -> Tensor:
     """`entmax_gradient` by `keras.ops`, which has a gradient itself."""
     gates, upstream = map(ops.convert_to_tensor, (gates, upstream))
     # p ** (2 - alpha) of the chosen entries.

@@ -3,11 +3,10 @@
 Axes: G groups, S group_size, E experts, C capacity.
 """
 
-from typing import Any
-
 from keras import ops
 
 from keras_moe._checks import check_affinity, check_one_of
+from keras_moe._types import Size, Tensor
 from keras_moe.ops._primitives import scatter, take, top_values
 from keras_moe.ops.plans import SlotPlan
 
@@ -15,12 +14,12 @@ NORMALIZATIONS = (None, "after")
 
 
 def expert_choice(
-    affinity: Any,
-    gates: Any,
-    capacity: Any,
-    mask: Any = None,
+    affinity: Tensor,
+    gates: Tensor,
+    capacity: Size,
+    mask: Tensor | None = None,
     normalize_gates: str | None = None,
-    filled_slots: Any = None,
+    filled_slots: Tensor | None = None,
 ) -> SlotPlan:
     """Fills each expert's slots with the C tokens of largest affinity, best first.
 

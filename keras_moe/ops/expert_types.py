@@ -1,6 +1,6 @@
 """The types of experts of MoE++ and their order: feed-forward, zero, copy, constant."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from keras_moe._checks import check_integer
 
@@ -67,7 +67,7 @@ def expert_types(
     num_ffn_experts: int,
     zero_experts: int = 0,
     copy_experts: int = 0,
-    constant_experts: Any = 0,
+    constant_experts: int | str = 0,
 ) -> ExpertTypes:
     """`ExpertTypes` of checked counts.
 

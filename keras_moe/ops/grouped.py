@@ -10,10 +10,11 @@ import keras
 from keras import ops
 
 from keras_moe._checks import fits_shape
+from keras_moe._types import Size, Tensor
 from keras_moe.ops.kernels._block_loops import Weights
 
 
-def grouped_matmul(rows: Any, kernels: Any, group_sizes: Any) -> Any:
+def grouped_matmul(rows: Tensor, kernels: Tensor, group_sizes: Tensor) -> Tensor:
     """Multiplies each row by the kernel of its expert; the rows are sorted by expert.
 
     Args:
@@ -34,39 +35,26 @@ def grouped_matmul(rows: Any, kernels: Any, group_sizes: Any) -> Any:
     >>> np.array(outputs)[:, 0].tolist()
     [1.0, 20.0, 30.0, 0.0]
     """
-    rows, kernels, group_sizes = _check_matmul(rows, kernels, group_sizes)
+    inputs = {"rows": rows, "kernels": kernels, "group_sizes": group_sizes}
+    inputs = _checked(inputs)
+    rows, kernels = inputs["rows"], inputs["kernels"]
     if 0 in (*rows.shape, kernels.shape[2]):
         return ops.matmul(rows, kernels[0])  # zeros, with a gradient
-    return _kernels().grouped_matmul(rows, kernels, group_sizes)
-
-
-def grouped_matmul_reference(rows: Any, kernels: Any, group_sizes: Any) -> Any:
-    """`grouped_matmul` by a matmul of all rows for every expert."""
-    rows, kernels, group_sizes = _check_matmul(rows, kernels, group_sizes)
-    ends = ops.cumsum(group_sizes)
-    row = ops.arange(ops.shape(rows)[0], dtype="int32")
-    total = 0.0
-    for e in range(kernels.shape[0]):
-        own = ops.logical_and(row >= ends[e] - group_sizes[e], row < ends[e])
-        # Masked before the matmul: zero times an infinity would be NaN.
-        inputs = ops.where(own[:, None], rows, ops.zeros_like(rows))
-        total = total + ops.matmul(inputs, kernels[e])
-    # Keras multiplies float64 in float32 on some backends.
-    return ops.cast(total, rows.dtype)
+    return _kernels().grouped_matmul(**inputs)
 
 
 def grouped_mlp(
-    rows: Any,
-    group_sizes: Any,
-    hidden_kernel: Any,
-    output_kernel: Any,
+    rows: Tensor,
+    group_sizes: Tensor,
+    hidden_kernel: Tensor,
+    output_kernel: Tensor,
     *,
     activation: Callable,
-    hidden_bias: Any = None,
-    output_bias: Any = None,
-    gate_kernel: Any = None,
-    gate_bias: Any = None,
-) -> Any:
+    hidden_bias: Tensor | None = None,
+    output_bias: Tensor | None = None,
+    gate_kernel: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+) -> Tensor:
     """Puts each row through the MLP of its expert; the rows are sorted by expert.
 
     `output(activation(hidden(x)))`, or with a gate `output(activation(gate(x)) *
@@ -74,8 +62,8 @@ def grouped_mlp(
     activation reads, and recomputes the rest.
 
     Args:
-        rows: (R, D), any float dtype. On TensorFlow, R may be unknown in a graph.
-        group_sizes: (E,), int: the rows of each expert, with a sum of at most R.
+        rows: (R, D), as in `grouped_matmul`.
+        group_sizes: (E,), likewise.
         hidden_kernel: (E, D, H), in the dtype of `rows`, as all weights are.
         output_kernel: (E, H, D).
         activation: function of a tensor (rows, H), which acts on each row alone. It
@@ -85,8 +73,7 @@ def grouped_mlp(
         gate_kernel: (E, D, H), or None for no gate.
         gate_bias: (E, H), or None.
 
-    Returns: (R, D) in the dtype of `rows`. The rows after the last group belong to no
-    expert: their outputs and gradients are zeros, whatever they hold.
+    Returns: (R, D) in the dtype of `rows`, zeros as in `grouped_matmul`.
 
     Example:
 
@@ -95,117 +82,68 @@ def grouped_mlp(
     >>> from keras_moe.ops import grouped_mlp
     >>> rows = np.array([[1.0], [-2.0], [3.0], [4.0]], "float32")
     >>> hidden = np.array([[[1.0]], [[10.0]]], "float32")
-    >>> outputs = grouped_mlp(
-    ...     rows,
-    ...     np.array([2, 1], "int32"),
-    ...     hidden,
-    ...     np.ones((2, 1, 1), "float32"),
-    ...     activation=keras.activations.relu,
-    ... )
+    >>> output, sizes = np.ones((2, 1, 1), "float32"), np.array([2, 1], "int32")
+    >>> relu = keras.activations.relu
+    >>> outputs = grouped_mlp(rows, sizes, hidden, output, activation=relu)
     >>> np.array(outputs)[:, 0].tolist()
     [1.0, 0.0, 30.0, 0.0]
     """
-    rows, group_sizes, weights = _check_mlp(
-        rows,
-        group_sizes,
-        hidden_kernel=hidden_kernel,
-        output_kernel=output_kernel,
-        hidden_bias=hidden_bias,
-        output_bias=output_bias,
-        gate_kernel=gate_kernel,
-        gate_bias=gate_bias,
+    weights = Weights(
+        hidden_kernel, output_kernel, hidden_bias, output_bias, gate_kernel, gate_bias
     )
-    if 0 in (*rows.shape, weights.hidden_kernel.shape[2]):
-        return _mlp_reference(rows, group_sizes, weights, activation)
+    inputs = {"rows": rows, "group_sizes": group_sizes, **weights._asdict()}
+    inputs = _checked(inputs)
+    rows, group_sizes = inputs.pop("rows"), inputs.pop("group_sizes")
+    weights = Weights._make(map(inputs.get, Weights._fields))
+    if rows.shape[0] == 0:
+        # The kernels need a row: this one has no expert.
+        rows = ops.pad(rows, ((0, 1), (0, 0)))
+        return _kernels().grouped_mlp(rows, group_sizes, weights, activation)[:0]
     return _kernels().grouped_mlp(rows, group_sizes, weights, activation)
 
 
-def grouped_mlp_reference(
-    rows: Any, group_sizes: Any, *, activation: Callable, **weights: Any
-) -> Any:
-    """`grouped_mlp` by a matmul of all rows for every expert."""
-    weights = {**dict.fromkeys(Weights._fields), **weights}
-    return _mlp_reference(*_check_mlp(rows, group_sizes, **weights), activation)
-
-
-def _mlp_reference(rows, group_sizes, weights, activation):
-    row = ops.arange(ops.shape(rows)[0], dtype="int32")[:, None]
-    before = ops.cast(row >= ops.cumsum(group_sizes), "int32")
-    owner = ops.sum(before, axis=1)
-    num_experts = weights.hidden_kernel.shape[0]
-
-    def linear(name, x):
-        x = grouped_matmul_reference(x, getattr(weights, f"{name}_kernel"), group_sizes)
-        biases = getattr(weights, f"{name}_bias")
-        if biases is None:
-            return x
-        return x + ops.take(biases, ops.minimum(owner, num_experts - 1), axis=0)
-
-    hidden = linear("hidden", rows)
-    if weights.gate_kernel is None:
-        hidden = activation(hidden)
-    else:
-        hidden = activation(linear("gate", rows)) * hidden
-    outputs = linear("output", hidden)
-    return ops.where(
-        (owner < num_experts)[:, None], outputs, ops.zeros((), outputs.dtype)
-    )
-
-
-def row_experts(group_sizes: Any, num_rows: Any) -> Any:
+def row_experts(group_sizes: Tensor, num_rows: Size) -> Tensor:
     """The expert of each row, for rows sorted by expert; the last for padding."""
     rows = ops.arange(num_rows, dtype="int32")
     experts = ops.searchsorted(ops.cumsum(group_sizes), rows, side="right")
     return ops.minimum(experts, group_sizes.shape[0] - 1)
 
 
-def _kernels():
+def _kernels() -> Any:
     """The grouped kernels of the backend."""
     backend = keras.backend.backend()
     if backend == "jax":
         from keras_moe.ops.kernels import _grouped_jax as kernels
     elif backend == "tensorflow":
-        from keras_moe.ops.kernels import _grouped_tensorflow as kernels
+        from keras_moe.ops.kernels import _tensorflow as kernels
     else:
         from keras_moe.ops.kernels import _grouped_torch as kernels
     return kernels
 
 
-def _check_matmul(rows, kernels, group_sizes):
-    """The arguments as tensors, if their shapes and dtypes fit."""
-    tensors = {"rows": rows, "group_sizes": group_sizes, "kernels": kernels}
-    tensors = _checked(tensors, "kernels", lambda *sizes: {"kernels": sizes})
-    return tensors["rows"], tensors["kernels"], tensors["group_sizes"]
+_AXES = {
+    "rows": "RD",
+    "group_sizes": "E",
+    "kernels": "EDH",
+    "hidden_kernel": "EDH",
+    "output_kernel": "EHD",
+    "hidden_bias": "EH",
+    "output_bias": "ED",
+    "gate_kernel": "EDH",
+    "gate_bias": "EH",
+}
 
 
-def _check_mlp(rows, group_sizes, **weights):
-    """Rows, group sizes and `Weights` as tensors, if their shapes and dtypes fit."""
-
-    def shapes(num_experts, dim, width):
-        return {
-            "hidden_kernel": (num_experts, dim, width),
-            "output_kernel": (num_experts, width, dim),
-            "hidden_bias": (num_experts, width),
-            "output_bias": (num_experts, dim),
-            "gate_kernel": (num_experts, dim, width),
-            "gate_bias": (num_experts, width),
-        }
-
-    tensors = {"rows": rows, "group_sizes": group_sizes, **weights}
-    tensors = _checked(tensors, "hidden_kernel", shapes)
-    weights = Weights(**{name: tensors.get(name) for name in weights})
-    return tensors["rows"], tensors["group_sizes"], weights
-
-
-def _checked(tensors, first, shapes):
-    """The given arguments as checked tensors; `shapes` expects them from `first`'s."""
+def _checked(arrays):
+    """Those that are not None as tensors, if their shapes and dtypes fit."""
     tensors = {
-        name: ops.convert_to_tensor(x) for name, x in tensors.items() if x is not None
+        name: ops.convert_to_tensor(x) for name, x in arrays.items() if x is not None
     }
     received = {name: tuple(x.shape) for name, x in tensors.items()}
-    sizes = received[first] if len(received[first]) == 3 else (None, None, None)
-    expected = {"rows": (None, sizes[1]), "group_sizes": sizes[:1], **shapes(*sizes)}
-    expected = {name: expected[name] for name in tensors}
+    kernel = next(shape for name, shape in received.items() if _AXES[name] == "EDH")
+    # The number of rows is free.
+    sizes = dict(zip("EDH", kernel))
+    expected = {name: tuple(map(sizes.get, _AXES[name])) for name in tensors}
     if not all(fits_shape(received[name], expected[name]) for name in tensors):
         raise ValueError(
             f"Expected rows and weights of the shapes {expected}; received: {received}"

@@ -21,11 +21,13 @@ tensors with the same methods:
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from keras import ops
 
 from keras_moe._checks import fits_shape
+from keras_moe._types import Size, Tensor
 from keras_moe.ops._primitives import take_along_axis, vmap_groups
 from keras_moe.ops._rows import add_slots, combine_rows, gather_rows, gather_slots
 
@@ -51,12 +53,12 @@ class Routing(NamedTuple):
     ('logits', 'noisy_logits', 'affinity', 'gates', 'dispatched', 'combined')
     """
 
-    logits: Any
-    noisy_logits: Any
-    affinity: Any
-    gates: Any
-    dispatched: Any
-    combined: Any
+    logits: Tensor
+    noisy_logits: Tensor
+    affinity: Tensor
+    gates: Tensor
+    dispatched: Tensor
+    combined: Tensor
 
 
 class DensePlan(NamedTuple):
@@ -83,16 +85,16 @@ class DensePlan(NamedTuple):
     [0.75, 0.0]
     """
 
-    dispatch_weights: Any
-    combine_weights: Any
+    dispatch_weights: Tensor
+    combine_weights: Tensor
 
     group_sizes = None
 
-    def dispatch(self, tokens: Any) -> Any:
+    def dispatch(self, tokens: Tensor) -> Tensor:
         """Fills the slots by an einsum; see `RoutingPlan.dispatch`."""
         return _fill_slots(tokens, self.dispatch_weights)
 
-    def combine(self, outputs: Any) -> Any:
+    def combine(self, outputs: Tensor) -> Tensor:
         """Sums each token's slots by an einsum; see `RoutingPlan.combine`."""
         groups, _, *slots = self.combine_weights.shape
         outputs = _check("outputs", outputs, (groups, *slots))
@@ -106,7 +108,7 @@ class DensePlan(NamedTuple):
         """The plan itself."""
         return self
 
-    def assignments(self) -> tuple[Any, Any]:
+    def assignments(self) -> tuple[Tensor, Tensor]:
         """The sums over each expert's slots; see `RoutingPlan.assignments`."""
         dispatched = ops.cast(self.dispatch_weights, "float32")
         return ops.sum(dispatched, axis=-1), ops.sum(self.combine_weights, axis=-1)
@@ -132,16 +134,16 @@ class SoftPlan(NamedTuple):
     [2.0, 2.0]
     """
 
-    dispatch_weights: Any
-    combine_weights: Any
+    dispatch_weights: Tensor
+    combine_weights: Tensor
 
     group_sizes = None
 
-    def dispatch(self, tokens: Any) -> Any:
+    def dispatch(self, tokens: Tensor) -> Tensor:
         """Mixes the tokens in their dtype; see `RoutingPlan.dispatch`."""
         return _fill_slots(tokens, self.dispatch_weights)
 
-    def combine(self, outputs: Any) -> Any:
+    def combine(self, outputs: Tensor) -> Tensor:
         """Mixes the slots' outputs in their dtype; see `RoutingPlan.combine`."""
         groups, _, *slots = self.combine_weights.shape
         outputs = _check("outputs", outputs, (groups, *slots))
@@ -152,7 +154,7 @@ class SoftPlan(NamedTuple):
         """The same tensors as a plan that combines in float32."""
         return DensePlan(*self)
 
-    def assignments(self) -> tuple[Any, Any]:
+    def assignments(self) -> tuple[Tensor, Tensor]:
         """The sums over each expert's slots; see `RoutingPlan.assignments`."""
         return self.dense().assignments()
 
@@ -183,13 +185,13 @@ class RoutingPlan(NamedTuple):
     [0.75, 0.0, 3.0]
     """
 
-    slot_tokens: Any
-    token_slots: Any
-    combine_weights: Any
+    slot_tokens: Tensor
+    token_slots: Tensor
+    combine_weights: Tensor
 
     group_sizes = None
 
-    def dispatch(self, tokens: Any) -> Any:
+    def dispatch(self, tokens: Tensor) -> Tensor:
         """Fills the slots from the tokens: `X^T D` of equation 2.
 
         Tokens (G, S, D) of any float dtype give the experts' inputs (G, E, C, D) in
@@ -206,7 +208,7 @@ class RoutingPlan(NamedTuple):
 
         return vmap_groups(gather, tokens, *self)
 
-    def combine(self, outputs: Any) -> Any:
+    def combine(self, outputs: Tensor) -> Tensor:
         """Sums each token's expert outputs, weighted by `combine_weights`.
 
         Outputs (G, E, C, D) of any float dtype give tokens (G, S, D) in that dtype,
@@ -237,14 +239,14 @@ class RoutingPlan(NamedTuple):
             _tokens_in_slots(self.slot_tokens, num_tokens), ops.reshape(weights, shape)
         )
 
-    def assignments(self) -> tuple[Any, Any]:
+    def assignments(self) -> tuple[Tensor, Tensor]:
         """1 where an expert served a token, and its weight, float32 (G, S, E)."""
         _, num_experts, capacity = ops.shape(self.slot_tokens)
         # floor(-1 / C) = -1 matches no expert: dropped choices vanish.
         chosen = ops.floor_divide(self.token_slots, capacity)
         return one_hot_choices(chosen, self.combine_weights, num_experts)
 
-    def of_experts(self, experts: Any) -> "RoutingPlan":
+    def of_experts(self, experts: Sequence[int]) -> "RoutingPlan":
         """The plan of experts with these increasing ids only, renumbered from 0."""
         num_experts = self.slot_tokens.shape[1]
         capacity = ops.shape(self.slot_tokens)[2]
@@ -292,13 +294,13 @@ class SlotPlan(NamedTuple):
     [0.75, 0.0, 3.0]
     """
 
-    slot_tokens: Any
-    token_slots: Any
-    slot_weights: Any
+    slot_tokens: Tensor
+    token_slots: Tensor
+    slot_weights: Tensor
 
     group_sizes = None
 
-    def dispatch(self, tokens: Any) -> Any:
+    def dispatch(self, tokens: Tensor) -> Tensor:
         """Fills the slots from the tokens; see `RoutingPlan.dispatch`."""
         tokens = _check("tokens", tokens, self.token_slots.shape[:2])
 
@@ -309,7 +311,7 @@ class SlotPlan(NamedTuple):
 
         return vmap_groups(gather, tokens, *self)
 
-    def combine(self, outputs: Any) -> Any:
+    def combine(self, outputs: Tensor) -> Tensor:
         """Adds each slot's output to its token; see `RoutingPlan.combine`.
 
         TPUs round the weighted outputs to bfloat16 before the sum if these have it.
@@ -334,7 +336,7 @@ class SlotPlan(NamedTuple):
             in_slot, ops.cast(in_slot, "float32") * self.slot_weights[:, None]
         )
 
-    def assignments(self) -> tuple[Any, Any]:
+    def assignments(self) -> tuple[Tensor, Tensor]:
         """The experts that served each token; see `RoutingPlan.assignments`."""
         is_served = self.token_slots >= 0
         slots = ops.where(is_served, self.token_slots, 0)
@@ -379,19 +381,19 @@ class RaggedPlan(NamedTuple):
     [0.75, 1.5, 2.0]
     """
 
-    row_tokens: Any
-    token_rows: Any
-    combine_weights: Any
-    token_experts: Any
-    group_sizes: Any
+    row_tokens: Tensor
+    token_rows: Tensor
+    combine_weights: Tensor
+    token_experts: Tensor
+    group_sizes: Tensor
 
-    def dispatch(self, tokens: Any) -> Any:
+    def dispatch(self, tokens: Tensor) -> Tensor:
         """The experts' inputs (R, D); rows of masked tokens hold zeros."""
         tokens = _check("tokens", tokens, self.token_rows.shape[:2])
         flat = ops.reshape(tokens, (-1, tokens.shape[-1]))
         return gather_rows(flat, self.row_tokens, self._flat_rows())
 
-    def combine(self, outputs: Any) -> Any:
+    def combine(self, outputs: Tensor) -> Tensor:
         """Sums outputs (R, D) of experts; see `RoutingPlan.combine`."""
         outputs = _check("outputs", outputs, self.row_tokens.shape)
         return _combine_choices(
@@ -409,12 +411,12 @@ class RaggedPlan(NamedTuple):
         weights = ops.where(in_slot, ops.expand_dims(combined, -1), 0.0)
         return DensePlan(in_slot, weights)
 
-    def assignments(self) -> tuple[Any, Any]:
+    def assignments(self) -> tuple[Tensor, Tensor]:
         """The experts that served each token; see `RoutingPlan.assignments`."""
         num_experts = ops.shape(self.group_sizes)[0]
         return one_hot_choices(self.token_experts, self.combine_weights, num_experts)
 
-    def of_experts(self, experts: Any) -> "RaggedPlan":
+    def of_experts(self, experts: Sequence[int]) -> "RaggedPlan":
         """The plan of some experts only; see `RoutingPlan.of_experts`."""
         # A choice that is not routed has the expert after the last.
         ids = _new_ids(experts, self.group_sizes.shape[0] + 1)
@@ -453,23 +455,23 @@ class HeterogeneousPlan(NamedTuple):
     """
 
     plan: Any
-    in_place: Any
-    in_place_weights: Any
+    in_place: Tensor
+    in_place_weights: Tensor
 
     @property
-    def group_sizes(self) -> Any:
+    def group_sizes(self) -> Tensor | None:
         """The number of rows of each expert that has rows, or None."""
         return self.plan.group_sizes
 
-    def dispatch(self, tokens: Any) -> Any:
+    def dispatch(self, tokens: Tensor) -> Tensor:
         """Fills the slots or rows; see `RoutingPlan.dispatch`."""
         return self.plan.dispatch(tokens)
 
-    def combine(self, outputs: Any) -> Any:
+    def combine(self, outputs: Tensor) -> Tensor:
         """Sums the outputs of slots or rows; see `RoutingPlan.combine`."""
         return self.plan.combine(outputs)
 
-    def of_experts(self, experts: Any) -> "HeterogeneousPlan":
+    def of_experts(self, experts: Sequence[int]) -> "HeterogeneousPlan":
         """The plan of some experts with slots or rows; see `RoutingPlan.of_experts`."""
         return self._replace(plan=self.plan.of_experts(experts))
 
@@ -477,7 +479,7 @@ class HeterogeneousPlan(NamedTuple):
         """The same plan with slots or rows as equation 2's tensors."""
         return self._replace(plan=self.plan.dense())
 
-    def assignments(self) -> tuple[Any, Any]:
+    def assignments(self) -> tuple[Tensor, Tensor]:
         """Two (G, S, E + Z), experts in place last; see `RoutingPlan.assignments`."""
         dispatched, combined = self.plan.assignments()
         return (
@@ -486,7 +488,12 @@ class HeterogeneousPlan(NamedTuple):
         )
 
 
-def in_tiles(plan: Any) -> Any:
+Plan: TypeAlias = (
+    DensePlan | SoftPlan | RoutingPlan | SlotPlan | RaggedPlan | HeterogeneousPlan
+)
+
+
+def in_tiles(plan: Plan) -> Plan:
     """The plan with empty slots up to a multiple of 8, a tile of TPUs' memory.
 
     Without them, TPUs copy the slots more often around each all-to-all. Where they
@@ -513,10 +520,13 @@ def in_tiles(plan: Any) -> Any:
     return plan._replace(slot_weights=ops.pad(plan.slot_weights, after))
 
 
-def one_hot_choices(chosen: Any, weights: Any, num_experts: Any) -> tuple[Any, Any]:
+def one_hot_choices(
+    chosen: Tensor, weights: Tensor, num_experts: Size
+) -> tuple[Tensor, Tensor]:
     """Choices (G, S, K) and their weights as sums of one-hots, two (G, S, E)."""
     experts = ops.arange(num_experts, dtype="int32")
-    dispatched = combined = 0.0
+    dispatched: Any = 0.0
+    combined: Any = 0.0
     # An unrolled sum over K: one fused pass each, no (S, K, E) tensor.
     for k in range(chosen.shape[-1]):
         one_hot = ops.cast(chosen[..., k : k + 1] == experts, "float32")

@@ -3,7 +3,7 @@
 Axes: G groups, S group_size, E experts, C capacity, K selected experts, R rows.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 from keras import ops
@@ -15,6 +15,7 @@ from keras_moe._checks import (
     check_selected,
     fits_shape,
 )
+from keras_moe._types import Size, Tensor
 from keras_moe.ops._primitives import (
     max_along,
     scatter,
@@ -37,16 +38,16 @@ _IN_PLACE = -2
 
 
 def token_choice(
-    affinity: Any,
-    gates: Any,
+    affinity: Tensor,
+    gates: Tensor,
     num_selected_experts: int,
-    capacity: Any,
-    priority: Any = "first_come",
-    mask: Any = None,
+    capacity: Size,
+    priority: str | Tensor = "first_come",
+    mask: Tensor | None = None,
     normalize_gates: str | None = None,
     in_place_experts: int = 0,
-    in_place_capacity: Any = None,
-    available: Any = None,
+    in_place_capacity: Size | None = None,
+    available: Tensor | None = None,
 ) -> RoutingPlan | HeterogeneousPlan:
     """Allocates slots to each token's K experts of largest affinity.
 
@@ -122,14 +123,18 @@ def _fill_slots(experts, rank, *sizes):
     """The form of `fill_slots` that is fast on the device."""
     if keras.backend.backend() != "jax":
         return fill_slots(experts, rank, *sizes)
-    from keras_moe.ops.kernels import _token_queues_jax
+    from keras_moe.ops.kernels import _tpus_jax
 
-    return _token_queues_jax.fill_slots(experts, rank, *sizes, other=fill_slots)
+    return _tpus_jax.fill_slots(experts, rank, *sizes, other=fill_slots)
 
 
 def fill_slots(
-    experts: Any, rank: Any, num_experts: Any, num_slotted: Any, capacity: Any
-) -> tuple[Any, Any]:
+    experts: Tensor,
+    rank: Tensor | None,
+    num_experts: Size,
+    num_slotted: Size,
+    capacity: Size,
+) -> tuple[Tensor, Tensor]:
     """The token in each slot (G, E, C), and each choice's place in its queue (G, S, K).
 
     Queues go by choice, then by `rank` (G, S) if it is not None, then by token. The
@@ -155,10 +160,10 @@ class _Queues(NamedTuple):
     one for each expert and one for choices that are not routed; `shape` (G, S, K).
     """
 
-    keys: Any
-    starts: Any
-    order: Any
-    num_queues: Any
+    keys: Tensor
+    starts: Tensor
+    order: Tensor | None
+    num_queues: Tensor
     shape: tuple
 
 
@@ -210,13 +215,13 @@ def _scatter_to_choices(queues, queue, values):
 
 
 def dropless_token_choice(
-    affinity: Any,
-    gates: Any,
+    affinity: Tensor,
+    gates: Tensor,
     num_selected_experts: int,
-    mask: Any = None,
+    mask: Tensor | None = None,
     normalize_gates: str | None = None,
     in_place_experts: int = 0,
-    available: Any = None,
+    available: Tensor | None = None,
 ) -> RaggedPlan | HeterogeneousPlan:
     """Gives each token its K experts of largest affinity; no expert is ever full.
 
@@ -289,12 +294,12 @@ def _invert(permutation):
     """The form of `invert` that is fast on the device."""
     if keras.backend.backend() != "jax":
         return invert(permutation)
-    from keras_moe.ops.kernels import _token_queues_jax
+    from keras_moe.ops.kernels import _tpus_jax
 
-    return _token_queues_jax.invert(permutation, other=invert)
+    return _tpus_jax.invert(permutation, other=invert)
 
 
-def invert(permutation: Any) -> Any:
+def invert(permutation: Tensor) -> Tensor:
     """The index (R,) of each number from 0 on in a permutation of them, int32."""
     index = ops.arange(ops.shape(permutation)[0], dtype="int32")
     return scatter(ops.zeros_like(index), permutation, index)
@@ -351,7 +356,7 @@ def top_experts(affinity, gates, num_selected_experts):
     return ops.concatenate(experts, axis=-1), ops.concatenate(weights, axis=-1)
 
 
-def selected_experts(affinity: Any, num_selected_experts: int) -> Any:
+def selected_experts(affinity: Tensor, num_selected_experts: int) -> Tensor:
     """The experts that each token selects, whether or not they have room for it.
 
     Args:

@@ -3,11 +3,12 @@
 Axes: G groups, S group_size, E experts.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from keras import ops
 
 from keras_moe._checks import check_integer, check_mask, check_positive
+from keras_moe._types import Tensor
 from keras_moe.ops._primitives import max_along
 
 # Iterations on one kernel. Between two of them an expert's scaling changes by a factor
@@ -35,23 +36,23 @@ class Transport(NamedTuple):
     [[2.0, 2.0]]
     """
 
-    plan: Any
-    row_marginals: Any
-    column_marginals: Any
+    plan: Tensor
+    row_marginals: Tensor
+    column_marginals: Tensor
 
 
-def with_marginals(plan: Any) -> Transport:
+def with_marginals(plan: Tensor) -> Transport:
     """The `Transport` of a plan."""
     return Transport(plan, ops.sum(plan, axis=2), ops.sum(plan, axis=1))
 
 
-def token_mass(logits: Any, mask: Any = None) -> Any:
+def token_mass(logits: Tensor, mask: Tensor | None = None) -> Tensor:
     """The mass of each token, float32 (G, S): 1, and 0 where masked."""
     mass = ops.ones_like(logits[..., 0])
     return mass if mask is None else ops.where(ops.cast(mask, "bool"), mass, 0.0)
 
 
-def check_matrix(name: str, matrix: Any, mask: Any) -> None:
+def check_matrix(name: str, matrix: Tensor, mask: Tensor | None) -> None:
     """Validates the shapes of a matrix (G, S, E) and a mask (G, S)."""
     if len(matrix.shape) != 3:
         raise ValueError(
@@ -62,7 +63,10 @@ def check_matrix(name: str, matrix: Any, mask: Any) -> None:
 
 
 def sinkhorn(
-    logits: Any, iterations: int = 20, tolerance: float | None = None, mask: Any = None
+    logits: Tensor,
+    iterations: int = 20,
+    tolerance: float | None = None,
+    mask: Tensor | None = None,
 ) -> Transport:
     """The balanced plan of largest affinity and entropy.
 
@@ -168,14 +172,16 @@ def _iterate_to_tolerance(logits, share, potentials, iterations, tolerance):
 
     def body(*state):
         # A group that is done stays as it is while others go on.
-        goes_on = unbalanced(state[-1])
-        following = _iterate(logits, share, *state[:-1], BLOCK)
+        token_potential, expert_potential, plan = state
+        goes_on = unbalanced(plan)
+        following = _iterate(logits, share, token_potential, expert_potential, BLOCK)
         return tuple(
             ops.where(ops.reshape(goes_on, (-1, *[1] * (len(new.shape) - 1))), new, old)
             for new, old in zip(following, state)
         )
 
-    state = _iterate(logits, share, *map(ops.stop_gradient, potentials), 0)
+    tokens, experts = map(ops.stop_gradient, potentials)
+    state = _iterate(logits, share, tokens, experts, 0)
     *_, plan = ops.while_loop(
         proceed, body, state, maximum_iterations=-(-iterations // BLOCK)
     )

@@ -13,7 +13,7 @@ import pytest
 
 from keras_moe import distribution, models, training
 from keras_moe.distribution._program import Program
-from keras_moe.distribution.compiled import GENERATIONS
+from keras_moe.distribution.chips import GENERATIONS
 
 SMALL = {"num_layers": 1, "moe_layers": [0], "load_weights": False}
 CYCLES = 'backend_config={"window_config":{"estimated_cycles":"%d"}}'
@@ -399,8 +399,8 @@ def test_gpus_have_no_times(on_this_machine, monkeypatch, capsys, tmp_path):
     assert "time of a step" not in output
     plots.plot_step_costs(found, tmp_path / "costs.png")
     # Their compiler leaves it to the caller to compare.
-    *rest, shapes = GENERATIONS["h200"]
-    monkeypatch.setitem(GENERATIONS, "h200", (*rest[:2], 0.001, shapes))
+    small = GENERATIONS["h200"]._replace(capacity=2**20)
+    monkeypatch.setitem(GENERATIONS, "h200", small)
     monkeypatch.setattr(on_this_machine, "compile_lowered", lambda *_: compiled)
     message = r"0\.00 GiB.*batch_size=8.*rematerialize=True"
     with pytest.raises(ValueError, match=message):

@@ -31,7 +31,6 @@ def test_counts_by_hand():
     assert actual.memory["optimizer (adam)"] == 8 * actual.device_parameters
     # One group of 20 tokens: 4 experts of 10 slots, in bfloat16, there and back, twice.
     assert actual.traffic["all-to-all (tokens)"] == 4 * (40 * 8 * 2) * 3 // 4
-    assert actual.all_to_all_bytes == 4 * actual.traffic["all-to-all (tokens)"]
     # The router and two norms are float32, all else bfloat16.
     shared = 2 * (model.parameters - 4 * expert) + 2 * (8 * 4 + 4 * 8)
     assert actual.traffic["all-reduce (gradients)"] == shared * 2 * 3 // 4
@@ -39,7 +38,6 @@ def test_counts_by_hand():
     assert actual.flops == 3 * sum(part.flops for part in model.parts) * 2
     assert actual.seconds["compute"] == actual.flops / 0.5e9
     sending = sum(actual.traffic.values()) / 2e6
-    np.testing.assert_allclose(actual.communication_seconds, sending)
     np.testing.assert_allclose(
         actual.step_seconds,
         (max(actual.seconds["compute"], sending), actual.seconds["compute"] + sending),

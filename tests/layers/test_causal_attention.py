@@ -122,16 +122,16 @@ def test_policies_costs_and_config(policy):
 @pytest.mark.skipif(keras.backend.backend() != "jax", reason="a kernel of JAX")
 def test_tpus_have_a_kernel_for_it(monkeypatch):
     from keras_moe.ops import _nn
-    from keras_moe.ops.kernels import _attention_jax
+    from keras_moe.ops.kernels import _tpus_jax
 
     mask, positions = CausalMask()(DOCUMENTS)
     full = attention(num_key_value_heads=None, dtype="mixed_bfloat16", dropout=0.5)
     inputs, called = (tokens(), mask, positions), []
     expected = ops.cast(full(*inputs), "float32")
-    attend = _attention_jax.attend
+    attend = _tpus_jax.attend
     monkeypatch.setattr(_nn, "is_bfloat16_on_tpus", lambda query: True)
     monkeypatch.setattr(
-        _attention_jax, "attend", lambda *args: called.append(1) or attend(*args)
+        _tpus_jax, "attend", lambda *args: called.append(1) or attend(*args)
     )
     assert_close(ops.cast(full(*inputs), "float32"), expected, 2**-6, 2**-6)
     assert called == [1]

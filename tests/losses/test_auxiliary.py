@@ -12,7 +12,7 @@ import pytest
 
 from keras_moe import losses
 from keras_moe.losses import AggregateLoss, AuxiliaryLoss
-from keras_moe.losses._auxiliary_functions import FUNCTIONS
+from keras_moe.losses.auxiliary import FUNCTIONS
 from keras_moe.ops import ExpertTypes, Routing
 from keras_moe.routers import ExpertChoiceRouter, SoftRouter, TokenChoiceRouter
 from tests.compare import assert_close, assert_same

@@ -15,6 +15,7 @@ from keras_moe.layers import gelu_tanh
 from keras_moe.layers.activations import entmax15
 from keras_moe.ops import grouped
 from tests.compare import assert_close, assert_same
+from tests.ops import grouped_reference
 from tests.ops.programs import (
     BACKEND,
     FORMS,
@@ -83,7 +84,7 @@ def op(kind="mlp"):
 
 def reference(kind, arrays, sizes, cotangent):
     name = "grouped_matmul" if kind == "matmul" else "grouped_mlp"
-    function = named(getattr(grouped, f"{name}_reference"), kind)
+    function = named(getattr(grouped_reference, name), kind)
     return outputs_and_gradients(function, arrays, sizes, cotangent, REFERENCE_FORM)
 
 
@@ -274,7 +275,7 @@ def test_mlps_of_other_platforms(name, kind):
 
     def run(forward, backward, rows, sizes, weights, cotangent):
         outputs, kept = forward(rows, sizes, weights, activation, True)
-        gradients = backward(rows, sizes, weights, activation, kept, cotangent)
+        gradients = backward(rows, sizes, weights, kept, cotangent, activation)
         return [outputs, *jax.tree.leaves(gradients)]
 
     loops = functools.partial(_block_loops.mlp_backward, vjp=jax.vjp)
@@ -365,7 +366,7 @@ def test_forward_over_reverse_mode(kind):
         return jax.jit(lambda x: jax.jvp(jax.grad(loss), (x,), (x,))[1])(arrays)
 
     name = "grouped_matmul" if kind == "matmul" else "grouped_mlp"
-    functions = [getattr(grouped, f"{name}{end}") for end in ("", "_reference")]
+    functions = [getattr(module, name) for module in (grouped, grouped_reference)]
     assert_close(*map(gradients, functions), 1e-4, 1e-3)
 
 
@@ -499,7 +500,7 @@ def test_gradients_of_gradients_on_pytorch(kind, sizes):
         return torch.autograd.grad(total, inputs, materialize_grads=True)
 
     # The reference multiplies in float32.
-    functions = grouped.grouped_mlp, grouped.grouped_mlp_reference
+    functions = grouped.grouped_mlp, grouped_reference.grouped_mlp
     for x, y in zip(*map(penalty, functions), strict=True):
         assert_close(x, y, 1e-4, 1e-4 * max(y.abs().max(), 1))
 
@@ -516,7 +517,7 @@ def test_few_rows_without_a_gradient_on_pytorch(kind):
     with torch.no_grad():
         actual, expected = (
             named(function, kind)(*tensors)
-            for function in (grouped.grouped_mlp, grouped.grouped_mlp_reference)
+            for function in (grouped.grouped_mlp, grouped_reference.grouped_mlp)
         )
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 

@@ -12,11 +12,13 @@ all layers of its expert, so that its hidden rows stay in a cache.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import keras
 from keras import ops
+
+from keras_moe._types import Size, Tensor
 
 # Block sizes over the mean number of rows of an expert. They are closest where
 # near-balanced loads lie: there 4 to 7% of the matmuls' rows are waste, at skewed loads
@@ -38,8 +40,8 @@ def block_sizes(num_rows: int | None, num_experts: int) -> tuple[int, ...]:
 
 
 def cut_into_blocks(
-    group_sizes: Any, sizes: tuple[int, ...], num_rows: Any
-) -> tuple[Any, Any]:
+    group_sizes: Tensor, sizes: tuple[int, ...], num_rows: Size
+) -> tuple[Tensor, Tensor]:
     """Cuts every expert's rows into blocks, the longest possible ones first.
 
     Returns each block's expert, first and last row, (N, 3), sorted by size, and the
@@ -150,7 +152,7 @@ def write(outputs, at, own, values):
     return ops.slice_update(outputs, (at, 0), ops.where(own, values, old))
 
 
-def matmul_forward(rows: Any, kernels: Any, group_sizes: Any) -> Any:
+def matmul_forward(rows: Tensor, kernels: Tensor, group_sizes: Tensor) -> Tensor:
     """Each row times the kernel of its expert."""
     num_experts, _, width = kernels.shape
     sizes = block_sizes(rows.shape[0], num_experts)
@@ -166,8 +168,8 @@ def matmul_forward(rows: Any, kernels: Any, group_sizes: Any) -> Any:
 
 
 def matmul_backward(
-    rows: Any, kernels: Any, group_sizes: Any, upstream: Any
-) -> tuple[Any, Any]:
+    rows: Tensor, kernels: Tensor, group_sizes: Tensor, upstream: Tensor
+) -> tuple[Tensor, Tensor]:
     """The gradients of `matmul_forward` in the rows and the kernels."""
     num_experts, dim, width = kernels.shape
     sizes = block_sizes(rows.shape[0], num_experts)
@@ -202,12 +204,12 @@ def matmul_backward(
 class Weights(NamedTuple):
     """The weights of all experts, or of one; None where there is no such weight."""
 
-    hidden_kernel: Any
-    output_kernel: Any
-    hidden_bias: Any
-    output_bias: Any
-    gate_kernel: Any
-    gate_bias: Any
+    hidden_kernel: Tensor
+    output_kernel: Tensor
+    hidden_bias: Tensor | None
+    output_bias: Tensor | None
+    gate_kernel: Tensor | None
+    gate_bias: Tensor | None
 
     def linear(self, name, x):
         """One layer of one expert."""
@@ -222,7 +224,7 @@ class Weights(NamedTuple):
 
     def map(self, function):
         """The results of a function of each weight."""
-        return Weights(*(None if x is None else function(x) for x in self))
+        return Weights._make(None if x is None else function(x) for x in self)
 
 
 def activate(activation, hidden, gate=None):
@@ -231,8 +233,12 @@ def activate(activation, hidden, gate=None):
 
 
 def mlp_forward(
-    rows: Any, group_sizes: Any, weights: Weights, activation: Callable, keep: bool
-) -> tuple[Any, tuple]:
+    rows: Tensor,
+    group_sizes: Tensor,
+    weights: Weights,
+    activation: Callable,
+    keep: bool,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Outputs (R, D) of the experts' MLPs, and activation inputs (R, H) if `keep`."""
     num_experts, _, width = weights.hidden_kernel.shape
     sizes = block_sizes(rows.shape[0], num_experts)
@@ -257,14 +263,14 @@ def mlp_forward(
 
 
 def mlp_backward(
-    rows: Any,
-    group_sizes: Any,
+    rows: Tensor,
+    group_sizes: Tensor,
     weights: Weights,
+    kept: Sequence[Tensor],
+    upstream: Tensor,
     activation: Callable,
-    kept: tuple,
-    upstream: Any,
     vjp: Callable,
-) -> tuple[Any, Weights]:
+) -> tuple[Tensor, Weights]:
     """The gradients of `mlp_forward` in rows and weights; `vjp` is the backend's."""
     num_experts = weights.hidden_kernel.shape[0]
     sizes = block_sizes(rows.shape[0], num_experts)
@@ -308,10 +314,8 @@ def mlp_backward(
         group_sizes, sizes, num_rows, gradients, update
     )
     totals = dict(zip(names, totals, strict=True))
-    weight_gradients = Weights(
-        *(
-            None if x is None else ops.cast(totals[name], x.dtype)
-            for name, x in zip(weights._fields, weights)
-        )
+    weight_gradients = Weights._make(
+        None if x is None else ops.cast(totals[name], x.dtype)
+        for name, x in zip(weights._fields, weights)
     )
     return without_padding(row_gradients, rows), weight_gradients

@@ -87,26 +87,15 @@ def _matmuls_by_platform(loops, composed, rows, *arguments):
 
 
 @jit_by_platform()
-def _matmul_forward(rows, kernels, group_sizes):
-    return _matmuls_by_platform(
-        _block_loops.matmul_forward,
-        lambda matmuls: matmuls[0],
-        rows,
-        kernels,
-        group_sizes,
-    )
+def _matmul_forward(*inputs):
+    loops = _block_loops.matmul_forward
+    return _matmuls_by_platform(loops, lambda matmuls: matmuls[0], *inputs)
 
 
 @jit_by_platform()
-def _matmul_backward(rows, kernels, group_sizes, upstream):
-    return _matmuls_by_platform(
-        _block_loops.matmul_backward,
-        lambda matmuls: matmuls[1],
-        rows,
-        kernels,
-        group_sizes,
-        upstream,
-    )
+def _matmul_backward(*inputs):
+    loops = _block_loops.matmul_backward
+    return _matmuls_by_platform(loops, lambda matmuls: matmuls[1], *inputs)
 
 
 @jax.custom_vjp
@@ -149,7 +138,7 @@ def composed_forward(rows, group_sizes, weights, activation, keep, matmuls=RAGGE
 
 
 def composed_backward(
-    rows, group_sizes, weights, activation, kept, upstream, matmuls=RAGGED
+    rows, group_sizes, weights, kept, upstream, activation, matmuls=RAGGED
 ):
     """`_block_loops.mlp_backward` by grouped matmuls."""
     _, matmul_gradients = matmuls
@@ -171,45 +160,33 @@ def composed_backward(
         ("hidden", "gate"), pullback(linear("output", activated, upstream))
     ):
         dx = dx + linear(name, rows, dh)
-    weight_gradients = Weights(
-        *(
-            None if x is None else gradients[name]
-            for name, x in zip(weights._fields, weights)
-        )
+    weight_gradients = Weights._make(
+        None if x is None else gradients[name]
+        for name, x in zip(weights._fields, weights)
     )
     return jnp.where(own, dx, 0), weight_gradients
 
 
+def _mlp_by_platform(loops, composed, *inputs, **options):
+    return _matmuls_by_platform(
+        functools.partial(loops, **options),
+        lambda matmuls: functools.partial(composed, matmuls=matmuls, **options),
+        *inputs,
+    )
+
+
 @jit_by_platform(static_argnums=(3, 4))
 def _mlp_forward(rows, group_sizes, weights, activation, keep):
+    forms = _block_loops.mlp_forward, composed_forward
     options = {"activation": activation, "keep": keep}
-    return _matmuls_by_platform(
-        functools.partial(_block_loops.mlp_forward, **options),
-        lambda matmuls: functools.partial(composed_forward, matmuls=matmuls, **options),
-        rows,
-        group_sizes,
-        weights,
-    )
+    return _mlp_by_platform(*forms, rows, group_sizes, weights, **options)
 
 
 @jit_by_platform(static_argnums=(5,))
 def _mlp_backward(rows, group_sizes, weights, kept, upstream, activation):
-    def loops(rows, group_sizes, weights, kept, upstream):
-        return _block_loops.mlp_backward(
-            rows, group_sizes, weights, activation, kept, upstream, jax.vjp
-        )
-
-    def composed(matmuls):
-        def run(rows, group_sizes, weights, kept, upstream):
-            return composed_backward(
-                rows, group_sizes, weights, activation, kept, upstream, matmuls
-            )
-
-        return run
-
-    return _matmuls_by_platform(
-        loops, composed, rows, group_sizes, weights, kept, upstream
-    )
+    forms = functools.partial(_block_loops.mlp_backward, vjp=jax.vjp), composed_backward
+    inputs = rows, group_sizes, weights, kept, upstream
+    return _mlp_by_platform(*forms, *inputs, activation=activation)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -223,7 +200,8 @@ def _forward_and_residuals(activation, rows, group_sizes, weights):
 
 
 def _gradients(activation, residuals, upstream):
-    dx, dw = _mlp_backward(*residuals, upstream, activation)
+    rows, group_sizes, weights, kept = residuals
+    dx, dw = _mlp_backward(rows, group_sizes, weights, kept, upstream, activation)
     return dx, None, dw
 
 

@@ -9,6 +9,7 @@ sizes, so that a row's result does not depend on the other rows.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 try:
-    from jax.experimental.pallas import triton
+    from jax.experimental.pallas import triton as _triton
 except ImportError:  # not on this system
-    triton = None
+    _triton = None
 
 from keras_moe.ops.kernels._block_loops import cut_into_blocks
+
+triton: Any = _triton
 
 # Rows and columns of a block of the result. The blocks that a step loads have as many
 # bytes for each dtype, and three steps of them fit into 99 KB of shared memory.
@@ -118,7 +121,7 @@ def rows_by_kernels(rows, kernels, group_sizes, transposed=False, interpret=Fals
     blocks, _ = cut_into_blocks(sizes, (BLOCK,), num_rows)
     return _call(
         functools.partial(_rows_body, transposed=transposed),
-        (len(blocks), pl.cdiv(width, BLOCK)),
+        (blocks.shape[0], pl.cdiv(width, BLOCK)),
         (num_rows, width),
         rows.dtype,
         interpret,

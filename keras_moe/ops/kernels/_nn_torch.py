@@ -1,13 +1,16 @@
-"""Attention, tanh GELU and dense products on PyTorch in fewer passes than Keras's.
+"""Attention, tanh GELU, dense products and entmax on PyTorch, in few passes.
 
 Attention can go when Keras's works with `torch.compile`, GELU when PyTorch's tanh form
 is as fast as its erf form, and the dense product when Keras calls `addmm`. The last two
-change last digits.
+change last digits. Newton's steps of entmax are in place, as every eager pass counts.
 """
 
 import math
+from typing import Any
 
 import torch
+
+from keras_moe.ops._primitives import is_product, product
 
 # Keras's number for pairs that do not attend: a token without any partner then gets the
 # mean of all values, where minus infinity would give NaN.
@@ -73,10 +76,78 @@ class _GeluTanh(torch.autograd.Function):
         ctx.save_for_forward(*inputs)
 
     @staticmethod
-    def backward(ctx, upstream):
+    def backward(ctx, *upstream):
         # PyTorch's own, which costs the same as the sigmoid's and has a gradient.
         (x,) = ctx.saved_tensors
-        return torch.ops.aten.gelu_backward(upstream, x, approximate="tanh")
+        return torch.ops.aten.gelu_backward(*upstream, x, approximate="tanh")
 
     # Elementwise, the function maps tangents as it maps gradients.
     jvp = backward
+
+
+# Entmax.
+
+
+def entmax(scores, alpha, power, steps):
+    """See `keras_moe.ops.entmax.solve_reference`; `power` is q."""
+    # An empty batch has no largest entry, and nothing to find.
+    reduce = torch.amax if scores.numel() else torch.sum
+    top = reduce(scores, dim=-1, keepdim=True)
+    rest = torch.sub(scores, top)
+    tau = torch.full_like(top, -1.0)
+    # max(z - tau, 0) at the first threshold; a later one is a step higher.
+    rest.mul_(alpha - 1.0).add_(1.0).relu_()
+    for _ in range(steps):
+        # A step back, which only rounding makes, would raise entries from zero.
+        step = _newton_step(rest, tau, power).relu_()
+        tau.add_(step)
+        rest.sub_(step).relu_()
+    return _shares(rest, power), top, tau
+
+
+def entmax_at(scores, top, tau, alpha, power):
+    """See `keras_moe.ops.entmax.gates_at`."""
+    rest = torch.sub(scores, top).mul_(alpha - 1.0).sub_(tau).relu_()
+    return _shares(rest, power)
+
+
+def _shares(rest, power):
+    if power == 2:
+        rest.square_()
+    elif power != 1:
+        rest = _power(rest, power)
+    return rest.div_(rest.sum(dim=-1, keepdim=True))
+
+
+def _newton_step(rest, tau, power):
+    if power == 2:
+        # By far the fastest sums of squares and of numbers on a CPU.
+        norm = torch.linalg.vector_norm(rest, dim=-1, keepdim=True)
+        return norm.square().sub_(norm).div_(rest.sum(dim=-1, keepdim=True))
+    if power == 1:
+        chosen = rest.sign().sum(dim=-1, keepdim=True)
+        return rest.sum(dim=-1, keepdim=True).sub_(1.0).div_(chosen)
+    share = rest / -tau
+    weight = _power(share, power - 1.0)
+    total = share.mul_(weight).sum(dim=-1, keepdim=True)
+    slope = weight.sum(dim=-1, keepdim=True) / total.pow((power - 1.0) / power)
+    return (total.pow(1.0 / power).mul_(-tau)).sub_(1.0).div_(slope)
+
+
+def entmax_gradient_is_enough(gates):
+    """Whether nobody differentiates the gradient, which then may work in place."""
+    return not torch.is_grad_enabled() and gates.dtype == torch.float32
+
+
+def entmax_gradient(gates, upstream, alpha):
+    """See `keras_moe.ops.entmax.entmax_gradient_reference`."""
+    slope = gates.sign() if alpha == 2.0 else _power(gates, 2.0 - alpha)
+    changes = upstream * slope
+    mean = changes.sum(dim=-1, keepdim=True).div_(slope.sum(dim=-1, keepdim=True))
+    return changes.addcmul_(slope, mean, value=-1.0)
+
+
+def _power(x: torch.Tensor, exponent: float) -> Any:
+    if exponent == 0.5:
+        return x.sqrt()
+    return product(x, int(exponent)) if is_product(exponent) else x.pow(exponent)

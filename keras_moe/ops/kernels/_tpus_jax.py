@@ -1,13 +1,15 @@
-"""The queues of token choice on TPUs, by matmuls of one-hots.
+"""What TPUs compute by matmuls on JAX: queues of token choice, slots' rows, attention.
 
-A TPU scatters and gathers numbers one at a time, and its sorts and scatters take many
-seconds to compile. One-hots are exact in bfloat16, and so are sums of them in float32.
+A TPU scatters and gathers numbers and adds scattered rows one at a time, and its sorts
+and scatters take many seconds to compile. One-hots are exact in bfloat16, and so are
+sums of them in float32.
 
-Axes: G groups, S group_size, E experts, C capacity, K selected experts.
+Axes: G groups, S group_size, E experts, C capacity, K selected experts, N slots of a
+group, D hidden. In attention: B batch, N queries, M keys, h heads, d head size.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,8 @@ BASE = 256
 MOST_ROWS = 2**15
 # The width of a TPU's registers.
 LANES = 128
+# Tokens of a group: the work of the slots' matmuls grows with its square.
+MOST_TOKENS = 4096
 
 
 def fill_slots(
@@ -29,7 +33,7 @@ def fill_slots(
     rank: jax.Array | None,
     num_experts: int,
     num_slotted: int,
-    capacity: Any,
+    capacity: int | jax.Array,
     other: Callable,
 ) -> tuple[jax.Array, jax.Array]:
     """`token_choice.fill_slots`; `other` does the same on other platforms."""
@@ -110,5 +114,78 @@ def _digits(numbers):
     return jnp.stack(jnp.divmod(numbers, BASE), axis=1).astype("bfloat16")
 
 
-def _product(equation, x, y):
-    return jnp.einsum(equation, x, y, preferred_element_type="float32")
+@jit_by_platform(static_argnums=(2, 3, 4))
+def add_slots(rows, owners, num_tokens, dtype, other):
+    """`_rows.add_slots`; `other` does the same on other platforms."""
+
+    def scatter(rows, owners):
+        return other(rows, owners, num_tokens).astype(dtype)
+
+    def matmul(rows, owners):
+        return by_matmul(rows, owners, num_tokens).astype(dtype)
+
+    if dtype != "bfloat16" or num_tokens > MOST_TOKENS:
+        return scatter(rows, owners)
+    return by_platform(rows, owners, tpu=matmul, default=scatter)
+
+
+def by_matmul(rows, owners, num_tokens):
+    """Adds up rows that are rounded to bfloat16, in float32."""
+    # Empty slots count 0 times: their rows, of experts' zeros, are finite.
+    is_owner = owners[..., None] == jnp.arange(num_tokens, dtype="int32")
+    return _product(
+        "gns,gnd->gsd", is_owner.astype("bfloat16"), rows.astype("bfloat16")
+    )
+
+
+# Attention.
+
+
+def attend(query, key, value, scale: float, mask=None) -> jax.Array:
+    """See `keras_moe.ops._nn.attend`; keeps one bfloat16 array of weights."""
+    return _attend(scale, query, key, value, mask)
+
+
+# With w = exp(scale q k^T - max) in bfloat16 and s its sum over keys in float32, the
+# output is o = (w v) / s. Keras keeps the softmax in float32 as well as in bfloat16;
+# here the gradient needs w, s and o:
+#
+#     dv = w^T (do / s),   dz = w ((do / s) v^T - (do / s) . o),   dq = dz k scale
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(scale, query, key, value, mask):
+    return _forward(scale, query, key, value, mask)[0]
+
+
+def _forward(scale, query, key, value, mask):
+    logits = scale * _product("bnhd,bmhd->bhnm", query, key)
+    if mask is not None:
+        # As in JAX: finite, so that a row without any key is no NaN.
+        logits = jnp.where(mask, logits, -0.7 * jnp.finfo("float32").max)
+    weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    weights = weights.astype(value.dtype)
+    total = jnp.sum(weights, axis=-1, dtype="float32").swapaxes(1, 2)[..., None]
+    outputs = (_product("bhnm,bmhd->bnhd", weights, value) / total).astype(value.dtype)
+    return outputs, (query, key, value, mask, weights, total, outputs)
+
+
+def _backward(scale, residuals, upstream):
+    query, key, value, mask, weights, total, outputs = residuals
+    upstream = upstream / total
+    along = jnp.sum(upstream * outputs, axis=-1).swapaxes(1, 2)[..., None]
+    upstream = upstream.astype(value.dtype)
+    dvalue = _product("bhnm,bnhd->bmhd", weights, upstream)
+    dlogits = _product("bnhd,bmhd->bhnm", upstream, value) - along
+    dlogits = (scale * weights * dlogits).astype(query.dtype)
+    if mask is not None:
+        # A row without any key has weights, and no gradient.
+        dlogits = jnp.where(mask, dlogits, jnp.zeros_like(dlogits))
+    dquery = _product("bhnm,bmhd->bnhd", dlogits, key)
+    dkey = _product("bhnm,bnhd->bmhd", dlogits, query)
+    gradients = (dquery, dkey, dvalue)
+    return *(x.astype(value.dtype) for x in gradients), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+_product = functools.partial(jnp.einsum, preferred_element_type="float32")
