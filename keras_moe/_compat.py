@@ -57,14 +57,10 @@ from keras.src.saving.saving_lib import H5IOStore, safe_get_h5_dataset
 # `keras.saving.save_weights` asks like this before it replaces a file.
 from keras.src.utils.io_utils import ask_to_proceed_with_overwrite
 
-_ATTENTION, _OPTIMIZER = keras.layers.MultiHeadAttention, keras.optimizers.Optimizer
+_OPTIMIZER = keras.optimizers.Optimizer
 
 # Private methods that subclasses override or call: owner, name and first arguments.
 PRIVATE_METHODS = (
-    # A step between the projections and the softmax, for norms of queries and keys.
-    (_ATTENTION, "_compute_attention", ("query", "key", "value")),
-    # Initializers of the projections that are not those of the config.
-    (_ATTENTION, "_get_common_kwargs_for_sublayer", ()),
     # A mask of pixels instead of one of the numbers in them.
     (keras.layers.CutMix, "_generate_batch_mask", ("images_shape", "box_corners")),
     # Learning rates and weight decay by weight.

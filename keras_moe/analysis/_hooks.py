@@ -64,9 +64,9 @@ def with_layers(layer: Any, layers: dict[int, Any]) -> Any:
 def recording(attention: Any, weights: list) -> Any:
     """Attention whose calls append weights (B, N, M), means over heads, to a list."""
 
-    def call(tokens, context=None, mask=None, training=None):
+    def call(tokens, context=None, mask=None, **arguments):
         weights.append(attention_weights(attention, tokens, context, mask))
-        return attention.call(tokens, context, mask, training)
+        return attention.call(tokens, context, mask, **arguments)
 
     return view(attention, call=call)
 

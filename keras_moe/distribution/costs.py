@@ -13,7 +13,7 @@ from rich.table import Table
 from keras_moe._checks import check_integer, check_one_of, check_positive
 from keras_moe.distribution.chips import CHIPS, Chip
 from keras_moe.distribution.layouts import BATCH, MODEL, layouts_of_blocks
-from keras_moe.layers import MLP, CausalAttention, MoE, SelfAttention
+from keras_moe.layers import MLP, Attention, MoE
 from keras_moe.models.loading.blueprint import resolve
 from keras_moe.ops.cost import under
 
@@ -500,14 +500,14 @@ class BlockShare(NamedTuple):
         split, dim = self.model_parallel, self.dim
         mixer, feed_forward = self.block.token_mixer, self.block.feed_forward
         for part in (mixer, feed_forward):
-            if not isinstance(part, (SelfAttention, CausalAttention, MLP, MoE)):
+            if not isinstance(part, (Attention, MLP, MoE)):
                 raise ValueError(
                     "Expected blocks of attention, MLPs and MoE layers; received: "
                     f"{type(part).__name__}"
                 )
         per = self.kept
         numbers = per.per_token * dim * self.tokens
-        if isinstance(mixer, (SelfAttention, CausalAttention)):
+        if isinstance(mixer, Attention):
             keys = (n * -(-n // per.lanes) * per.lanes for n in self.sequences)
             pairs = self.images * sum(keys)
             numbers += per.per_pair * mixer.num_heads * pairs // split

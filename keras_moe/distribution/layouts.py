@@ -7,7 +7,7 @@ import math
 from typing import Any, NamedTuple
 
 from keras_moe._checks import check_integer
-from keras_moe.layers import MLP, CausalAttention, MoE, SelfAttention
+from keras_moe.layers import MLP, Attention, MoE
 from keras_moe.models.loading.blueprint import resolve
 
 BATCH, EXPERT, MODEL = "batch", "expert", "model"
@@ -182,7 +182,7 @@ def _parts(blocks):
     """Returns the layers that can be split, with their kinds."""
     parts = []
     for block in blocks:
-        if isinstance(block.token_mixer, (SelfAttention, CausalAttention)):
+        if isinstance(block.token_mixer, Attention):
             parts.append(("attention", block.token_mixer))
         elif isinstance(block.token_mixer, MLP):
             parts.append(("token_mlp", block.token_mixer))
@@ -220,7 +220,7 @@ def _check_model_parallel(model_parallel, parts):
     for kind, part in parts:
         name = "mlp_dim"
         if kind == "attention":
-            grouped = isinstance(part, CausalAttention)
+            grouped = part.num_key_value_heads < part.num_heads
             name = "num_key_value_heads" if grouped else "num_heads"
         if (size := getattr(part, name)) % model_parallel:
             raise ValueError(

@@ -1,8 +1,8 @@
 """Layers: experts, the MoE layer, encoder blocks, embeddings and pooling."""
 
 from keras_moe.layers.activations import gelu_tanh, quick_gelu
+from keras_moe.layers.attention import Attention, CausalMask
 from keras_moe.layers.block import Block, LayerScale, MoEBlock
-from keras_moe.layers.causal_attention import CausalAttention, CausalMask
 from keras_moe.layers.experts import Experts
 from keras_moe.layers.logit_scale import LogitScale
 from keras_moe.layers.mlp import MLP, TokenMLP
@@ -24,7 +24,6 @@ from keras_moe.layers.position_embedding import (
     resize_positions,
     sincos_table,
 )
-from keras_moe.layers.self_attention import SelfAttention
 from keras_moe.layers.text_embedding import (
     ReversibleTokenEmbedding,
     TextPositions,
@@ -36,9 +35,9 @@ from keras_moe.ops._initializers import PerExpert
 
 __all__ = [
     "MLP",
+    "Attention",
     "AttentionPooling",
     "Block",
-    "CausalAttention",
     "CausalMask",
     "ClassToken",
     "ExpertCoefficients",
@@ -59,7 +58,6 @@ __all__ = [
     "PositionEmbedding",
     "RMSNorm",
     "ReversibleTokenEmbedding",
-    "SelfAttention",
     "TextPositions",
     "TokenEmbedding",
     "TokenMLP",

@@ -11,9 +11,14 @@ from keras import ops
 
 from keras_moe._checks import check_bool, check_dropout, check_positive, check_seed
 from keras_moe._compat import get_keras_mask
-from keras_moe.layers._inner_call import dropped_out, inner_call
-from keras_moe.layers._layer import Layer, build_once, layer_argument
-from keras_moe.layers._rematerialization import rematerialized
+from keras_moe.layers._layer import (
+    Layer,
+    build_once,
+    dropped_out,
+    inner_call,
+    layer_argument,
+    rematerialized,
+)
 from keras_moe.layers.normalization import norm_layer
 
 # Added to a block's seed for stochastic depth, so that dropout and depth draw
@@ -69,7 +74,7 @@ class Block(Layer):
     """Pre-norm block: token mixer and feed-forward layer, each with a residual.
 
     Args:
-        token_mixer: layer that mixes tokens (B, N, D): `SelfAttention` or `TokenMLP`.
+        token_mixer: layer that mixes tokens (B, N, D): `Attention` or `TokenMLP`.
         feed_forward: layer applied to each token, such as `MLP`.
         dropout: dropout rate on the token mixer's output.
         layer_norm_epsilon: epsilon of both normalisations.
@@ -102,8 +107,8 @@ class Block(Layer):
     Example:
 
     >>> import numpy as np
-    >>> from keras_moe.layers import MLP, Block, SelfAttention
-    >>> block = Block(SelfAttention(num_heads=2, key_dim=4), MLP(mlp_dim=16))
+    >>> from keras_moe.layers import MLP, Block, Attention
+    >>> block = Block(Attention(num_heads=2, key_dim=4), MLP(mlp_dim=16))
     >>> tuple(block(np.ones((1, 4, 8), "float32")).shape)
     (1, 4, 8)
     """
@@ -288,7 +293,7 @@ class MoEBlock(Block):
     """`Block` with a mixture of experts as its feed-forward layer.
 
     Args:
-        token_mixer: `SelfAttention`, `TokenMLP` or `TokenMuMoE`.
+        token_mixer: `Attention`, `TokenMLP` or `TokenMuMoE`.
         feed_forward: `MoE` or `MuMoEBlock`.
         **kwargs: arguments of `Block`.
 
@@ -307,10 +312,10 @@ class MoEBlock(Block):
     Example:
 
     >>> import numpy as np
-    >>> from keras_moe.layers import Experts, MoE, MoEBlock, SelfAttention
+    >>> from keras_moe.layers import Experts, MoE, MoEBlock, Attention
     >>> from keras_moe.routers import TokenChoiceRouter
     >>> moe = MoE(TokenChoiceRouter(num_experts=2), Experts(2, mlp_dim=16))
-    >>> block = MoEBlock(SelfAttention(num_heads=2, key_dim=4), moe)
+    >>> block = MoEBlock(Attention(num_heads=2, key_dim=4), moe)
     >>> tokens, routing = block(np.ones((1, 4, 8), "float32"))
     >>> tuple(routing.dispatched.shape)
     (1, 4, 2)

@@ -7,8 +7,7 @@ from keras import ops
 
 from keras_moe._checks import check_bool, check_dropout, check_integer, check_seed
 from keras_moe.layers import activations
-from keras_moe.layers._inner_call import dropped_out, fused_bias, inner_call
-from keras_moe.layers._layer import Layer
+from keras_moe.layers._layer import Layer, dropped_out, fused_bias, inner_call
 from keras_moe.ops._initializers import PathInitializer
 from keras_moe.ops.cost import Cost
 

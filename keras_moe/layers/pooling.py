@@ -7,6 +7,7 @@ import numpy as np
 from keras import ops
 
 from keras_moe._checks import (
+    check_bool,
     check_ids,
     check_integer,
     check_mask,
@@ -15,9 +16,9 @@ from keras_moe._checks import (
 )
 from keras_moe.layers import activations
 from keras_moe.layers._layer import Layer
+from keras_moe.layers.attention import Attention
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.normalization import LayerNorm
-from keras_moe.layers.self_attention import SelfAttention
 from keras_moe.ops.cost import Cost
 
 TOKEN_POOLINGS = ("class_token", "first", "average", "patch_average")
@@ -110,7 +111,7 @@ class AttentionPooling(Layer):
         self.mlp_dim = mlp_dim
         self.activation = activations.get(activation)
         self.layer_norm_epsilon = layer_norm_epsilon
-        self.query_key_norm = query_key_norm
+        self.query_key_norm = check_bool("query_key_norm", query_key_norm)
         self.query_key_norm_bias = query_key_norm_bias
         self.mlp = MLP(mlp_dim, activation, dtype=self.dtype_policy, name="mlp")
         self.norm = LayerNorm(layer_norm_epsilon, dtype=self.dtype_policy, name="norm")
@@ -126,10 +127,10 @@ class AttentionPooling(Layer):
         self.mlp.build((None, 1, dim))
 
     def _attention(self, dim):
-        return SelfAttention(
+        return Attention(
             self.num_heads,
             head_size(self.num_heads, dim),
-            query_key_norm=self.query_key_norm,
+            query_key_norm="layer" if self.query_key_norm else None,
             query_key_norm_bias=self.query_key_norm_bias,
             layer_norm_epsilon=self.layer_norm_epsilon,
             dtype=self.dtype_policy,

@@ -121,9 +121,9 @@ class TowerSpec(TowerConfig):
 
     Example:
 
-    >>> from keras_moe.layers import TowerSpec, MoEConfig, SelfAttention
+    >>> from keras_moe.layers import TowerSpec, MoEConfig, Attention
     >>> spec = TowerSpec(num_layers=2, num_tokens=9, mlp_dim=16, moe=MoEConfig())
-    >>> blocks = spec.blocks(lambda index: SelfAttention(num_heads=2, key_dim=4))
+    >>> blocks = spec.blocks(lambda index: Attention(num_heads=2, key_dim=4))
     >>> [type(block).__name__ for block in blocks]
     ['Block', 'MoEBlock']
     """

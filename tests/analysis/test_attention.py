@@ -7,7 +7,7 @@ import pytest
 from keras_moe import models
 from keras_moe.analysis import attention_rollout
 from keras_moe.analysis._hooks import recording
-from keras_moe.layers import SelfAttention
+from keras_moe.layers import Attention
 from tests.small_models import (
     ONE_EXPERT_PER_TOKEN,
     SMALL,
@@ -181,7 +181,7 @@ def test_image_towers_of_pairs():
 def test_masked_tokens_have_no_attention():
     x = images(1, 3, 8)
     mask = np.array([[[True, True, False]] * 3])
-    layer, weights = SelfAttention(num_heads=2, key_dim=4), []
+    layer, weights = Attention(num_heads=2, key_dim=4), []
     layer(x)
     outputs = recording(layer, weights)(x, mask=mask)
     np.testing.assert_array_equal(

@@ -45,7 +45,7 @@ def pruned(kept_experts=0, **arguments):
 
 
 def run(boundaries):
-    block = layers.Block(layers.SelfAttention(2, 4), layers.MLP(4))
+    block = layers.Block(layers.Attention(2, 4), layers.MLP(4))
     return block(zeros(1, 6, 8), boundaries=boundaries)
 
 
@@ -130,7 +130,7 @@ BAD_VALUES = [
         "vocabulary_size": [0], "hidden_dim": [0], "embeddings_initializer": ["glort"],
     }),
     (layers.TextPositions, {}, {"max_length": [0]}),
-    (layers.SelfAttention, {"num_heads": 2, "key_dim": 4}, {
+    (layers.Attention, {"num_heads": 2, "key_dim": 4}, {
         "query_key_norm": [1, "x"], "seed": [-1],
     }),
     (layers.LayerNorm, {}, {"epsilon": [0.0]}),

@@ -61,24 +61,21 @@ LAYERS = {
         layers.MuMoEBlock(16, num_experts=4, rank=3)
     ),
     "MultilinearExperts": lambda: layers.MultilinearExperts(10, 4, rank=3),
-    "SelfAttention": lambda: layers.SelfAttention(**ATTENTION),
-    "SelfAttention with normalised queries": lambda: layers.SelfAttention(
-        **ATTENTION, query_key_norm=True, query_key_norm_bias=True
+    "Attention with normalised queries": lambda: layers.Attention(
+        **ATTENTION, query_key_norm="layer", query_key_norm_bias=True
     ),
-    "SelfAttention without biases": lambda: layers.SelfAttention(
-        **ATTENTION, use_bias=False
-    ),
-    "CausalAttention": lambda: layers.CausalAttention(**ATTENTION),
-    "grouped CausalAttention": lambda: layers.CausalAttention(
+    "Attention without biases": lambda: layers.Attention(**ATTENTION, use_bias=False),
+    "Attention": lambda: layers.Attention(**ATTENTION),
+    "Attention with grouped queries": lambda: layers.Attention(
         **ATTENTION, num_key_value_heads=1, use_bias=False, query_key_norm="rms"
     ),
     "Block of one RMS norm": lambda: layers.Block(
         layers.TokenMLP(5), layers.MLP(16), norm="rms", feed_forward_norm=False
     ),
-    "Block": lambda: layers.Block(layers.SelfAttention(**ATTENTION), layers.MLP(16)),
+    "Block": lambda: layers.Block(layers.Attention(**ATTENTION), layers.MLP(16)),
     "Block of a Mixer": lambda: layers.Block(layers.TokenMLP(5), layers.MLP(16)),
     "MoEBlock": lambda: layers.MoEBlock(
-        layers.SelfAttention(**ATTENTION), moe(routers.TokenChoiceRouter(E))
+        layers.Attention(**ATTENTION), moe(routers.TokenChoiceRouter(E))
     ),
     "MoEBlock of muMoE": lambda: layers.MoEBlock(
         layers.TokenMuMoE(layers.MuMoEBlock(16, num_experts=4, rank=3)),
@@ -168,7 +165,7 @@ def test_every_layer_has_its_costs():
             (32 + 4 * 280, 32 + 2 * 280, 2 * 6 * (32 + 2 * 2 * 8 * 16)),
         ),
         # Four projections, and queries by keys and weights by values.
-        ("SelfAttention", (288, 288, 2 * 6 * 4 * 64 + 2 * 2 * 6 * 6 * 8)),
+        ("Attention", (288, 288, 2 * 6 * 4 * 64 + 2 * 2 * 6 * 6 * 8)),
         # A row for each of 20 ids, of which a lookup multiplies none.
         ("TokenEmbedding", (160, 160, 0)),
         # 4 x 3 patches of 2 x 4 x 3 numbers.

@@ -159,10 +159,10 @@ def mlp(**kwargs):
 
 
 def attention(**kwargs):
-    return layers.SelfAttention(
+    return layers.Attention(
         num_heads=2,
         key_dim=D // 2,
-        query_key_norm=True,
+        query_key_norm="layer",
         query_key_norm_bias=True,
         layer_norm_epsilon=1e-5,
         dropout=0.2,
@@ -226,7 +226,7 @@ MAKERS = {
     "ReversibleTokenEmbedding": lambda **kw: layers.ReversibleTokenEmbedding(
         5, D, tied=False, **kw
     ),
-    "SelfAttention": attention,
+    "Attention": attention,
     "MaskedPooling": lambda **kw: layers.MaskedPooling("last", **kw),
     "TextPositions": lambda **kw: layers.TextPositions(7, **kw),
     "TokenEmbedding": lambda **kw: layers.TokenEmbedding(
@@ -248,7 +248,7 @@ MAKERS = {
 
 SHAPES = {"Experts": (B, E, 5, D), "PatchEmbedding": (B, 8, 8, 3)}
 # Those with a kernel, a gradient or random numbers of the backend's own.
-OF_EACH_BACKEND = ("Experts", "LayerNorm", "MoE", "MuMoE", "RMSNorm", "SelfAttention")
+OF_EACH_BACKEND = ("Experts", "LayerNorm", "MoE", "MuMoE", "RMSNorm", "Attention")
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_a_block_takes_any_layer_that_returns_a_record():
         def call(self, inputs, training=None):
             return super().call(inputs, training=training), inputs
 
-    block = layers.MoEBlock(layers.SelfAttention(2, 2), Recorded(8))
+    block = layers.MoEBlock(layers.Attention(2, 2), Recorded(8))
     tokens, record = block(np.ones((1, 2, 4), "float32"))
     assert tuple(tokens.shape) == tuple(record.shape) == (1, 2, 4)
 
@@ -343,8 +343,8 @@ def test_every_public_layer_is_checked():
     }
     # These take weights beside their input: an MoE layer and MuMoE have them.
     public -= {"Router", "SparseRouter", "ZeroComputationExperts", "MultilinearExperts"}
-    # Between them goes a mask; see test_causal_attention.py.
-    public -= {"CausalAttention", "CausalMask"}
+    # Its output is a mask; see test_causal_attention.py.
+    public -= {"CausalMask"}
     # Its weights have no part in its output; see test_logit_scale.py.
     public -= {"LogitScale"}
     assert public == {name for name in MAKERS if " " not in name}

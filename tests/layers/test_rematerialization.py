@@ -6,11 +6,11 @@ import pytest
 
 from keras_moe.layers import (
     MLP,
+    Attention,
     Block,
     Experts,
     MoE,
     MoEBlock,
-    SelfAttention,
 )
 from keras_moe.routers import TokenChoiceRouter
 from tests.compare import assert_close, assert_same
@@ -24,7 +24,7 @@ def tokens():
 
 
 def dense_block(**kwargs):
-    attention = SelfAttention(2, D // 2, dropout=0.2, seed=4)
+    attention = Attention(2, D // 2, dropout=0.2, seed=4)
     mlp = MLP(16, dropout=0.1, seed=2)
     return Block(attention, mlp, dropout=0.1, stochastic_depth=0.4, seed=5, **kwargs)
 
@@ -40,7 +40,7 @@ def moe_block(dropless=False, **kwargs):
     )
     losses = {"importance": 0.5, "load": 0.5, "router_z": 0.1}
     moe = MoE(router, Experts(E, 16, dropout=0.1, seed=3), auxiliary_losses=losses)
-    attention = SelfAttention(2, D // 2, dropout=0.2, seed=4)
+    attention = Attention(2, D // 2, dropout=0.2, seed=4)
     return MoEBlock(attention, moe, dropout=0.1, stochastic_depth=0.4, seed=5, **kwargs)
 
 
@@ -106,9 +106,7 @@ def test_no_value_of_the_region_is_kept():
             return super().call(tokens, training=training)
 
     for rematerialize, times in ((False, 1), (True, 2)):
-        block = Block(
-            SelfAttention(2, D // 2), Counted(16), rematerialize=rematerialize
-        )
+        block = Block(Attention(2, D // 2), Counted(16), rematerialize=rematerialize)
         block.build((None, N, D))
         if keras.backend.backend() == "jax":
             assert recomputed(block) == rematerialize
@@ -140,7 +138,7 @@ def test_inference_is_the_plain_one():
 def test_half_precision_gradients_are_finite():
     dtype = "mixed_bfloat16"
     block = MoEBlock(
-        SelfAttention(2, D // 2, dtype=dtype),
+        Attention(2, D // 2, dtype=dtype),
         MoE(
             TokenChoiceRouter(E, 2, seed=1),
             Experts(E, 16, dtype=dtype),

@@ -7,11 +7,11 @@ from keras import ops
 
 from keras_moe.layers import (
     MLP,
+    Attention,
     Block,
     LayerNorm,
     MoEConfig,
     MuMoEConfig,
-    SelfAttention,
     TokenMLP,
     TowerSpec,
 )
@@ -40,7 +40,7 @@ def model_of(moe, **arguments):
     spec = TowerSpec(
         num_layers=2, num_tokens=6, mlp_dim=8, moe=moe, seed=0, **arguments
     )
-    tower = Tower((), spec.blocks(lambda _: SelfAttention(2, 4)), LayerNorm())
+    tower = Tower((), spec.blocks(lambda _: Attention(2, 4)), LayerNorm())
     tokens = keras.Input((6, 8), name="tokens")
     mask = keras.Input((6,), dtype="bool", name="mask")
     inputs = {"tokens": tokens, "mask": mask}
@@ -69,7 +69,7 @@ def test_padding_changes_no_other_token(kind, rematerialize):
 
 
 def test_masks_that_do_not_fit_are_refused():
-    block = Block(SelfAttention(2, 4), MLP(8))
+    block = Block(Attention(2, 4), MLP(8))
     with pytest.raises(ValueError, match=r"mask.shape=\(3, 5\)"):
         block(TOKENS, mask=MASK[:, :5])
     with pytest.raises(ValueError, match=r"mask\.dtype=float32"):

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from keras import initializers, ops
 
-from keras_moe.layers import MLP, Experts, PerExpert, SelfAttention
+from keras_moe.layers import MLP, Attention, Experts, PerExpert
 from keras_moe.ops._initializers import PathInitializer, initial_values, skip_init
 from tests.compare import assert_same
 
@@ -94,7 +94,7 @@ def test_keras_seed_decides_without_a_model():
     for seed in (5, 5, 6):
         keras.utils.set_random_seed(seed)
         # The names of these layers count on.
-        layers = MLP(8), SelfAttention(2, 4), Experts(2, 8)
+        layers = MLP(8), Attention(2, 4), Experts(2, 8)
         for layer, shape in zip(layers, ((1, 3, 8), (1, 3, 8), (1, 2, 3, 8))):
             layer.build(shape)
         drawn.append([to_numpy(w) for layer in layers for w in layer.trainable_weights])
@@ -153,7 +153,7 @@ def test_a_seed_of_the_users_own_gives_sublayers_their_own_values():
     # The names of these layers count on.
     for _ in range(2):
         glorot = initializers.GlorotUniform(seed=1)
-        layer = SelfAttention(2, 4, kernel_initializer=glorot)
+        layer = Attention(2, 4, kernel_initializer=glorot)
         layer.build((None, 5, 8))
         kernels.append(
             [to_numpy(w).ravel() for w in layer.weights if "kernel" in w.path]

@@ -1,6 +1,6 @@
-"""Causal attention with grouped queries, rotary positions and a cache.
+"""Multi-head attention of image, text and language models.
 
-Axes: B batch, N tokens, M tokens with the cached ones, D hidden.
+Axes: B batch, N tokens, M tokens attended to, D hidden.
 """
 
 import math
@@ -9,12 +9,26 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe._checks import check_bool, check_dropout, check_integer, check_seed
-from keras_moe.layers._inner_call import dropped_out, fused_bias, inner_call
-from keras_moe.layers._layer import Layer, layer_argument
-from keras_moe.layers.normalization import norm_layer
+from keras_moe._checks import (
+    check_bool,
+    check_dropout,
+    check_initializer,
+    check_integer,
+    check_mask,
+    check_one_of,
+    check_seed,
+)
+from keras_moe._compat import get_keras_mask
+from keras_moe.layers._layer import (
+    Layer,
+    dropped_out,
+    fused_bias,
+    inner_call,
+    layer_argument,
+)
+from keras_moe.layers.normalization import NORMS, norm_layer
 from keras_moe.ops._initializers import PathInitializer
-from keras_moe.ops._nn import attend, has_own_attention
+from keras_moe.ops._nn import attend, attend_reference, has_float16_attention
 from keras_moe.ops.cost import Cost, under
 
 
@@ -74,45 +88,55 @@ class CausalMask(keras.layers.Layer):
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class CausalAttention(Layer):
-    """Attention of a language model: grouped queries, rotary positions and a cache.
+class Attention(Layer):
+    """Multi-head attention, initialised as in ViT.
+
+    It is self-attention, or cross-attention to a `context`. Queries in groups share the
+    keys and values of one head; positions rotate queries and keys; a cache holds the
+    keys and values of earlier tokens.
 
     Args:
         num_heads: number of query heads.
-        key_dim: size of a head.
+        key_dim: size of a head; D / num_heads in ViT.
         num_key_value_heads: number of heads of keys and values, which divides
             `num_heads`; None for `num_heads`.
-        rotary: layer that rotates queries and keys by their `positions`, such as
-            `keras_hub.layers.RotaryEmbedding`; None for none.
-        use_bias: whether the projections have biases.
+        positions: layer that rotates queries and keys (B, N, heads, key_dim) by their
+            `positions`, such as `keras_hub.layers.RotaryEmbedding`; None for none.
+        query_key_norm: `"layer"` or `"rms"` to normalise queries and keys per head, as
+            in ViT-22B, before they are rotated; None for no norm.
+        causal: whether tokens attend only to themselves and earlier tokens. A `mask` of
+            `CausalMask` needs no `causal=True`.
+        query_key_norm_bias: whether a layer norm has an offset, as in timm.
+        layer_norm_epsilon: epsilon of the norms.
         dropout: dropout rate on the attention weights.
+        use_bias: whether the projections have biases.
+        kernel_initializer: initializer of the projections; None for the Glorot uniform
+            initializer of a matrix (D, D).
         seed: seed of the dropout.
-        query_key_norm: `"layer"` or `"rms"` to normalise queries and keys per head
-            before they are rotated, or None.
-        query_key_norm_bias: whether such a layer norm has an offset.
-        layer_norm_epsilon: epsilon of that norm.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         tokens: (B, N, D).
-        mask: booleans (B, N, M), see `CausalMask`.
-        positions: integers (B, N), for `rotary`.
-        cache: pair of keys and values (B, M, heads, key_dim); None to attend to the
-            tokens only.
+        context: (B, M, D) to attend to; None for the tokens themselves.
+        mask: boolean (B, M), False for padding, or (B, N, M) for pairs of tokens.
+        positions: integers (B, N), for the layer `positions`.
+        cache: pair of keys and values (B, M, heads, key_dim), to which those of the
+            tokens are added; None to attend to the tokens only.
         start: index of the first token in the cache.
         training: whether dropout applies.
 
     Output shape: (B, N, D), and with a cache also the pair with these tokens in it.
 
-    Reference: *GQA: Training Generalized Multi-Query Transformer Models*; *RoFormer*.
+    Reference: *An Image is Worth 16x16 Words*, appendix A; *Scaling Vision Transformers
+    to 22 Billion Parameters* (query-key normalisation); *GQA: Training Generalized
+    Multi-Query Transformer Models*; *RoFormer*.
 
     Example:
 
     >>> import numpy as np
-    >>> from keras_moe.layers import CausalAttention, CausalMask
-    >>> layer = CausalAttention(num_heads=4, key_dim=2, num_key_value_heads=2)
-    >>> mask, positions = CausalMask()(np.ones((1, 3), "int32"))
-    >>> tuple(layer(np.ones((1, 3, 8), "float32"), mask, positions).shape)
+    >>> from keras_moe.layers import Attention
+    >>> layer = Attention(num_heads=2, key_dim=4, query_key_norm="layer")
+    >>> tuple(layer(np.ones((1, 3, 8), "float32")).shape)
     (1, 3, 8)
     """
 
@@ -121,13 +145,15 @@ class CausalAttention(Layer):
         num_heads: int,
         key_dim: int,
         num_key_value_heads: int | None = None,
-        rotary: Any = None,
-        use_bias: bool = True,
-        dropout: float = 0.0,
-        seed: int | None = None,
+        positions: Any = None,
         query_key_norm: str | None = None,
+        causal: bool = False,
         query_key_norm_bias: bool = False,
         layer_norm_epsilon: float = 1e-6,
+        dropout: float = 0.0,
+        use_bias: bool = True,
+        kernel_initializer: Any = None,
+        seed: int | None = None,
         **kwargs,
     ):
         kwargs.setdefault("name", "attention")
@@ -136,22 +162,38 @@ class CausalAttention(Layer):
         self.num_heads = check_integer("num_heads", num_heads)
         self.key_dim = check_integer("key_dim", key_dim)
         self.num_key_value_heads = check_key_value_heads(num_key_value_heads, num_heads)
-        self.rotary = None
-        if rotary is not None:
-            self.rotary = layer_argument(rotary, "rotary")
-            self.rotary.supports_masking = True
-        self.use_bias = check_bool("use_bias", use_bias)
-        self.dropout = check_dropout("dropout", dropout)
-        self.seed = check_seed("seed", seed)
-        self.query_key_norm = query_key_norm
+        self.positions = None
+        if positions is not None:
+            self.positions = layer_argument(positions, "positions")
+            self.positions.supports_masking = True
+        self.query_key_norm = check_one_of(
+            "query_key_norm", query_key_norm, (None, *NORMS)
+        )
         self.query_key_norm_bias = check_bool(
             "query_key_norm_bias", query_key_norm_bias
         )
+        if query_key_norm_bias and query_key_norm is None:
+            raise ValueError(
+                "Expected query_key_norm_bias=False for layers without query_key_norm; "
+                "received: query_key_norm_bias=True"
+            )
+        self.causal = check_bool("causal", causal)
         self.layer_norm_epsilon = layer_norm_epsilon
+        self.dropout = check_dropout("dropout", dropout)
+        self.use_bias = check_bool("use_bias", use_bias)
+        self.seed = check_seed("seed", seed)
+        if kernel_initializer is None:
+            # Keras would count the heads of a kernel as a receptive field.
+            limit = math.sqrt(3.0 / (num_heads * key_dim))
+            kernel_initializer = keras.initializers.RandomUniform(-limit, limit)
+        self.kernel_initializer = check_initializer(
+            "kernel_initializer", kernel_initializer
+        )
         self.dropout_layer = keras.layers.Dropout(
             dropout, seed=seed, dtype=self.dtype_policy, name="dropout"
         )
         if query_key_norm is not None:
+            # V-MoE's release has only a scale.
             self.query_norm, self.key_norm = (
                 norm_layer(
                     query_key_norm,
@@ -163,89 +205,121 @@ class CausalAttention(Layer):
                 for name in ("query", "key")
             )
 
-    def _dense(self, equation, output_shape, bias_axes, name):
-        # Glorot uniform for the D x D matrix; Keras would count heads as a receptive
-        # field.
-        limit = math.sqrt(3.0 / (self.num_heads * self.key_dim))
-        uniform, path = keras.initializers.RandomUniform(-limit, limit), self.path
+    def build(self, tokens_shape, context_shape=None):
+        dim, context_dim = tokens_shape[-1], (context_shape or tokens_shape)[-1]
+        heads = (self.num_heads, self.key_dim)
+        shared = (self.num_key_value_heads, self.key_dim)
+        into, out_of = ("abc,cde->abde", "de"), ("abde,dec->abc", "c")
+        self.query_dense = self._dense("query", *into, (dim,), heads)
+        self.key_dense = self._dense("key", *into, (context_dim,), shared)
+        self.value_dense = self._dense("value", *into, (context_dim,), shared)
+        self.output_dense = self._dense("attention_output", *out_of, heads, (dim,))
+        if self.query_key_norm is not None:
+            self.query_norm.build((None, None, *heads))
+            self.key_norm.build((None, None, *shared))
+
+    def _dense(self, name, equation, bias_axes, inputs, outputs):
+        path = f"{self.path}/{name}"
+        # With a seed of its own, an initializer would give its own values again.
+        kernel = self.kernel_initializer.clone()
         dense = keras.layers.EinsumDense(
             equation,
-            output_shape=output_shape,
+            output_shape=(None, *outputs),
             bias_axes=bias_axes if self.use_bias else None,
-            kernel_initializer=PathInitializer(uniform, f"{path}/{name}/kernel"),
-            bias_initializer=PathInitializer("zeros", f"{path}/{name}/bias"),
+            kernel_initializer=PathInitializer(kernel, f"{path}/kernel"),
+            bias_initializer=PathInitializer("zeros", f"{path}/bias"),
             dtype=self.dtype_policy,
             name=name,
         )
         dense.supports_masking = True
+        fused_bias(dense).build((None, None, *inputs))
         return dense
-
-    def build(self, tokens_shape, *_):
-        dim, heads = tokens_shape[-1], (self.num_heads, self.key_dim)
-        for name in ("query", "key", "value"):
-            num = self.num_heads if name == "query" else self.num_key_value_heads
-            shape = (None, num, self.key_dim)
-            dense = self._dense("abc,cde->abde", shape, "de", name)
-            fused_bias(dense).build((None, None, dim))
-            setattr(self, f"{name}_dense", dense)
-        self.output_dense = self._dense(
-            "abde,dec->abc", (None, dim), "c", "attention_output"
-        )
-        fused_bias(self.output_dense).build((None, None, *heads))
-        if self.query_key_norm is not None:
-            self.query_norm.build((None, None, *heads))
-            self.key_norm.build((None, None, self.num_key_value_heads, self.key_dim))
 
     def call(
         self,
         tokens: Any,
-        mask: Any,
+        context: Any = None,
+        mask: Any = None,
         positions: Any = None,
         cache: Any = None,
         start: Any = 0,
         training: bool | None = None,
     ) -> Any:
-        query, key, value = (
-            inner_call(dense, tokens)
-            for dense in (self.query_dense, self.key_dense, self.value_dense)
-        )
+        context = tokens if context is None else context
+        query = inner_call(self.query_dense, tokens)
+        key = inner_call(self.key_dense, context)
+        value = inner_call(self.value_dense, context)
         if self.query_key_norm is not None:
             query = inner_call(self.query_norm, query)
             key = inner_call(self.key_norm, key)
-        if self.rotary is not None:
-            query, key = (self.rotary(x, positions=positions) for x in (query, key))
+        if self.positions is not None:
+            query, key = (self.positions(x, positions=positions) for x in (query, key))
         if cache is not None:
             key, value = (
                 ops.slice_update(old, (0, start, 0, 0), ops.cast(new, old.dtype))
                 for old, new in zip(cache, (key, value))
             )
+        if mask is None:
+            # Keras passes masks only to calls with a single tensor.
+            mask = get_keras_mask(context)
+        mask = self._pairs(query, key, mask, start)
         attended = self._attend(query, key, value, mask, training)
         outputs = inner_call(self.output_dense, attended)
         return outputs if cache is None else (outputs, (key, value))
 
+    def _pairs(self, query, key, mask, start):
+        """The pairs of tokens that attend, (B, N, M), (B, 1, M), (1, N, M) or None."""
+        if mask is not None:
+            batch, length, num_keys = query.shape[0], query.shape[1], key.shape[1]
+            pairs = (batch, length, num_keys)
+            mask = check_mask("mask", mask, (batch, num_keys), pairs)
+            mask = ops.cast(mask, "bool")
+            mask = mask if len(mask.shape) == 3 else ops.expand_dims(mask, 1)
+        if not self.causal:
+            return mask
+        ones = ops.ones((1, ops.shape(query)[1], ops.shape(key)[1]), "int32")
+        earlier = ops.cumsum(ones, axis=1) + start >= ops.cumsum(ones, axis=2)
+        return earlier if mask is None else ops.logical_and(mask, earlier)
+
     def _attend(self, query, key, value, mask, training):
-        groups = self.num_heads // self.num_key_value_heads
+        # softmax(Q K^T / sqrt(key_dim)) V for each head. Query head h reads head
+        # h // groups of the keys and values.
         scale = 1.0 / math.sqrt(self.key_dim)
+        groups = self.num_heads // self.num_key_value_heads
+        if self.compute_dtype == "float16" and not has_float16_attention():
+            query, key, value = (ops.cast(x, "float32") for x in (query, key, value))
         is_torch = keras.backend.backend() == "torch"
-        has_kernel = has_own_attention(query) and (is_torch or groups == 1)
-        if has_kernel and not (training and self.dropout):
+        if not (training and self.dropout) and (groups == 1 or is_torch):
             if groups > 1:
                 key, value = (ops.repeat(x, groups, axis=2) for x in (key, value))
-            return attend(query, key, value, scale, ops.expand_dims(mask, 1))
-        # The queries of a group share its keys, which are not copied.
+            mask = None if mask is None else ops.expand_dims(mask, 1)
+            # If the user has chosen a kernel, Keras obeys.
+            is_chosen = keras.config.is_flash_attention_enabled() is not None
+            form = attend_reference if is_chosen else attend
+            outputs = form(query, key, value, scale, mask)
+            return ops.cast(outputs, self.compute_dtype)
+        # Here the queries of a group share its keys, which are not copied.
         num_queries = ops.shape(query)[1]
         split = (-1, num_queries, self.num_key_value_heads, groups, self.key_dim)
         query = ops.reshape(query * scale, split)
-        logits = ops.einsum("bnkgd,bmkd->bkgnm", query, key)
-        logits = ops.cast(logits, "float32")
-        logits = ops.where(ops.expand_dims(mask, (1, 2)), logits, -1e30)
-        weights = ops.cast(ops.softmax(logits, axis=-1), self.compute_dtype)
+        logits = ops.cast(ops.einsum("bnkgd,bmkd->bkgnm", query, key), "float32")
+        if mask is not None:
+            logits = ops.where(ops.expand_dims(mask, (1, 2)), logits, -1e30)
+        weights = ops.cast(ops.softmax(logits, axis=-1), value.dtype)
         weights = dropped_out(self.dropout_layer, weights, training)
         outputs = ops.einsum("bkgnm,bmkd->bnkgd", weights, value)
+        outputs = ops.cast(outputs, self.compute_dtype)
         return ops.reshape(outputs, (-1, num_queries, self.num_heads, self.key_dim))
 
     def compute_output_spec(
-        self, tokens, mask, positions=None, cache=None, start=0, training=None
+        self,
+        tokens,
+        context=None,
+        mask=None,
+        positions=None,
+        cache=None,
+        start=0,
+        training=None,
     ):
         return keras.KerasTensor(tokens.shape, self.compute_dtype)
 
@@ -274,7 +348,7 @@ class CausalAttention(Layer):
         num_tokens, dim = shape
         heads = 2 * self.num_heads + 2 * self.num_key_value_heads
         flops = 2 * num_tokens * dim * heads * self.key_dim
-        # As for other attention, all pairs count, though half of them are masked.
+        # All pairs count, though causal attention masks half of them.
         flops += 4 * num_tokens * num_tokens * self.num_heads * self.key_dim
         return Cost.all_active(self.weight_shapes(shape), flops)
 
