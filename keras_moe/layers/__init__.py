@@ -7,10 +7,14 @@ from keras_moe.layers.experts import Experts
 from keras_moe.layers.logit_scale import LogitScale
 from keras_moe.layers.mlp import MLP, TokenMLP
 from keras_moe.layers.moe import MoE
-from keras_moe.layers.moe_config import MoEConfig, resolve_moe_layers
+from keras_moe.layers.moe_config import (
+    MoEConfig,
+    MuMoEConfig,
+    moe_config,
+    resolve_moe_layers,
+)
 from keras_moe.layers.multilinear_experts import ExpertCoefficients, MultilinearExperts
 from keras_moe.layers.mumoe import MuMoE, MuMoEBlock, TokenMuMoE
-from keras_moe.layers.mumoe_config import MuMoEConfig, moe_config
 from keras_moe.layers.normalization import LayerNorm, RMSNorm
 from keras_moe.layers.patch_embedding import (
     ClassToken,

@@ -43,6 +43,10 @@ class OwnValues:
 class Layer(OwnValues, KeepsFrozen, keras.layers.Layer):
     """Base class of layers whose attributes are named like constructor arguments."""
 
+    def compute_output_shape(self, input_shape):
+        # Most layers keep the shape.
+        return input_shape
+
     def parts(self, shape: tuple) -> dict[Any, tuple]:
         """Inner layers, with the shapes of their inputs."""
         return {}

@@ -311,18 +311,6 @@ class Attention(Layer):
         outputs = ops.cast(outputs, self.compute_dtype)
         return ops.reshape(outputs, (-1, num_queries, self.num_heads, self.key_dim))
 
-    def compute_output_spec(
-        self,
-        tokens,
-        context=None,
-        mask=None,
-        positions=None,
-        cache=None,
-        start=0,
-        training=None,
-    ):
-        return keras.KerasTensor(tokens.shape, self.compute_dtype)
-
     def cache_shape(self, batch_size: Any, length: int) -> tuple:
         """The shape of the cached keys, and of the values."""
         return (batch_size, length, self.num_key_value_heads, self.key_dim)

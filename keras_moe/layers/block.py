@@ -62,9 +62,6 @@ class LayerScale(Layer):
     def call(self, x: Any) -> Any:
         return x * self.scale
 
-    def compute_output_spec(self, x):
-        return keras.KerasTensor(x.shape, self.compute_dtype)
-
     def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return {"scale": (shape[-1],)}
 
@@ -259,17 +256,6 @@ class Block(Layer):
         if self.rematerialize and training:
             return rematerialized(self, run, *inputs)
         return run(*inputs)
-
-    def compute_output_spec(
-        self,
-        tokens,
-        mask=None,
-        modality_ids=None,
-        boundaries=(),
-        mixer_arguments=None,
-        training=None,
-    ):
-        return keras.KerasTensor(tokens.shape, self.compute_dtype)
 
     def parts(self, shape: tuple) -> dict[Any, tuple]:
         parts = (

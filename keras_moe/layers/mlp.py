@@ -93,9 +93,6 @@ class MLP(Layer):
         x = inner_call(self.output_dense, x)
         return dropped_out(self.dropout_layer, x, training)
 
-    def compute_output_shape(self, input_shape):
-        return input_shape
-
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
         _, dim = shape
         sizes = {"hidden": (dim, self.mlp_dim), "output": (self.mlp_dim, dim)}

@@ -369,7 +369,7 @@ class MultilinearExperts(Layer):
     @property
     def expert_rank_bound(self) -> int:
         """Upper bound of the rank of an expert's matrix (appendix D)."""
-        return self._tensor_spec(self._inputs).rank_bound
+        return self.tensor_spec(self._inputs).rank_bound
 
     @property
     def holds_any_matrix(self) -> bool:
@@ -383,7 +383,8 @@ class MultilinearExperts(Layer):
         sizes = [(inputs, self.units)]
         return matching_rank(self.factorization, self.num_experts, sizes, self.use_bias)
 
-    def _tensor_spec(self, inputs):
+    def tensor_spec(self, inputs: int) -> tensors.TensorSpec:
+        """The weight tensor: the ranks of its experts, and multiply-adds per token."""
         return tensors.TensorSpec(
             self.factorization,
             self.num_experts,
@@ -404,20 +405,12 @@ class MultilinearExperts(Layer):
             names = [f"expert_factor_{level}" for level in levels]
             names += ["input_factor", "output_factor", "core"]
         # Only Tucker has a core.
-        return dict(zip(names, self._tensor_spec(shape[-1]).factor_shapes))
+        return dict(zip(names, self.tensor_spec(shape[-1]).factor_shapes))
 
     def cost(self, shape: tuple[int, int]) -> Cost:
         num_tokens, dim = shape
-        flops = 2 * num_tokens * self.multiply_adds(dim)
+        flops = 2 * num_tokens * self.tensor_spec(dim).multiply_adds
         return Cost.all_active(self.weight_shapes(shape), flops)
-
-    def multiply_adds(self, dim: int) -> int:
-        """Multiply-adds per token (Table 5 of the paper)."""
-        return self._tensor_spec(dim).multiply_adds
-
-    def naive_multiply_adds(self, dim: int) -> int:
-        """Multiply-adds per token if the full tensor were built (Table 8)."""
-        return self._tensor_spec(dim).naive_multiply_adds
 
 
 @keras.saving.register_keras_serializable("keras_moe")

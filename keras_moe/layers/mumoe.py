@@ -31,11 +31,11 @@ class MuMoEBase(Layer):
         num_experts: Any,
         factorization: str | None,
         rank: Any,
-        activation: Any,
-        normalization: str | None,
-        use_bias: bool,
-        expert_noise: float,
-        input_norm: bool,
+        activation: Any = "entmax",
+        normalization: str | None = "batch",
+        use_bias: bool = True,
+        expert_noise: float = 1.0,
+        input_norm: bool = False,
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -119,14 +119,12 @@ class MuMoE(MuMoEBase):
         num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
         factorization: see `MultilinearExperts`.
         rank: see `MultilinearExperts`; `"match_dense"` also counts the gate.
-        activation: see `ExpertCoefficients`.
-        normalization: see `ExpertCoefficients`.
-        use_bias: whether the experts have biases.
-        expert_noise: see `MultilinearExperts`.
-        input_norm: whether the experts' input is normalised, but not the gate's.
         edited_outputs: units that get an untrained offset `sum over n of a_n
             logit_offsets[n]` (equation 5); see `keras_moe.analysis.edit_expert_logits`.
-        **kwargs: arguments of `keras.layers.Layer`.
+        **kwargs: `activation` and `normalization` of `ExpertCoefficients`, `use_bias`
+            and `expert_noise` of `MultilinearExperts`, `input_norm` (whether the
+            experts' input is normalised, but not the gate's), and arguments of
+            `keras.layers.Layer`.
 
     Call arguments:
         inputs: (..., I).
@@ -153,25 +151,10 @@ class MuMoE(MuMoEBase):
         num_experts: Any,
         factorization: str | None = "cp",
         rank: Any = "match_dense",
-        activation: Any = "entmax",
-        normalization: str | None = "batch",
-        use_bias: bool = True,
-        expert_noise: float = 1.0,
-        input_norm: bool = False,
         edited_outputs: Any = (),
         **kwargs,
     ):
-        super().__init__(
-            num_experts,
-            factorization,
-            rank,
-            activation,
-            normalization,
-            use_bias,
-            expert_noise,
-            input_norm,
-            **kwargs,
-        )
+        super().__init__(num_experts, factorization, rank, **kwargs)
         self.units = check_integer("units", units)
         self.edited_outputs = _check_outputs(edited_outputs, units)
 
@@ -238,12 +221,7 @@ class MuMoEBlock(MuMoEBase):
         rank: rank of both layers. A fraction is relative to the block's I, and
             `"match_dense"` matches the parameters of the dense MLP, gate included.
         hidden_activation: activation between the layers; `"gelu"` is the exact form.
-        input_norm: whether the first layer's input is normalised, but not the gate's.
-        activation: activation of the gate, see `ExpertCoefficients`.
-        normalization: normalization of the gate, see `ExpertCoefficients`.
-        use_bias: whether the experts have biases.
-        expert_noise: see `MultilinearExperts`.
-        **kwargs: arguments of `keras.layers.Layer`.
+        **kwargs: the further arguments of `MuMoE`, for both layers.
 
     Call arguments:
         inputs: (..., I).
@@ -273,24 +251,9 @@ class MuMoEBlock(MuMoEBase):
         factorization: str | None = "cp",
         rank: Any = "match_dense",
         hidden_activation: Any = "gelu",
-        input_norm: bool = False,
-        activation: Any = "entmax",
-        normalization: str | None = "batch",
-        use_bias: bool = True,
-        expert_noise: float = 1.0,
         **kwargs,
     ):
-        super().__init__(
-            num_experts,
-            factorization,
-            rank,
-            activation,
-            normalization,
-            use_bias,
-            expert_noise,
-            input_norm,
-            **kwargs,
-        )
+        super().__init__(num_experts, factorization, rank, **kwargs)
         self.supports_masking = True
         self.mlp_dim = check_integer("mlp_dim", mlp_dim)
         self.units = units if units is None else check_integer("units", units)

@@ -50,8 +50,17 @@ def _normalize(x, gamma, beta, epsilon, once=False):
     return custom_gradient(forward, backward, x, gamma, beta)
 
 
+class _Norm(Layer):
+    def __init__(self, epsilon: float = 1e-6, **kwargs):
+        super().__init__(**kwargs)
+        self.epsilon = check_positive("epsilon", epsilon)
+        # Half-precision inputs are cast in `call`.
+        self.autocast = False
+        self.supports_masking = True
+
+
 @keras.saving.register_keras_serializable("keras_moe")
-class LayerNorm(Layer):
+class LayerNorm(_Norm):
     """Layer normalisation over the last axis, in float32 under every dtype policy.
 
     The closed-form gradient keeps XLA on CPU from recomputing the gradients of all
@@ -74,12 +83,8 @@ class LayerNorm(Layer):
     """
 
     def __init__(self, epsilon: float = 1e-6, center: bool = True, **kwargs):
-        super().__init__(**kwargs)
-        self.epsilon = check_positive("epsilon", epsilon)
+        super().__init__(epsilon, **kwargs)
         self.center = center
-        # Half-precision inputs are cast in `call`.
-        self.autocast = False
-        self.supports_masking = True
 
     def build(self, input_shape):
         shape = (input_shape[-1],)
@@ -104,16 +109,13 @@ class LayerNorm(Layer):
         outputs = _normalize(x, gamma, beta, self.epsilon, once)
         return ops.cast(outputs, self.compute_dtype)
 
-    def compute_output_shape(self, input_shape):
-        return input_shape
-
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
         names = ("gamma", "beta") if self.center else ("gamma",)
         return dict.fromkeys(names, (shape[-1],))
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class RMSNorm(Layer):
+class RMSNorm(_Norm):
     """Root mean square normalisation over the last axis, in float32 under every policy.
 
     Args:
@@ -133,13 +135,6 @@ class RMSNorm(Layer):
     [1.2, 1.6, 0.0, 0.0]
     """
 
-    def __init__(self, epsilon: float = 1e-6, **kwargs):
-        super().__init__(**kwargs)
-        self.epsilon = check_positive("epsilon", epsilon)
-        # Half-precision inputs are cast in `call`.
-        self.autocast = False
-        self.supports_masking = True
-
     def build(self, input_shape):
         self.scale = self.add_weight(
             name="scale", shape=(input_shape[-1],), initializer="ones", autocast=False
@@ -151,9 +146,6 @@ class RMSNorm(Layer):
             ops.cast(inputs, "float32"), scale, axis=-1, epsilon=self.epsilon
         )
         return ops.cast(outputs, self.compute_dtype)
-
-    def compute_output_shape(self, input_shape):
-        return input_shape
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
         return {"scale": (shape[-1],)}

@@ -25,8 +25,18 @@ TOKEN_POOLINGS = ("class_token", "first", "average", "patch_average")
 POOLINGS = (*TOKEN_POOLINGS, "map")
 
 
+class _Pooling(Layer):
+    """From tokens (B, N, D) to (B, D)."""
+
+    def compute_mask(self, tokens, previous_mask=None):
+        return None
+
+    def compute_output_shape(self, input_shape):
+        return (input_shape[0], input_shape[-1])
+
+
 @keras.saving.register_keras_serializable("keras_moe")
-class TokenPooling(Layer):
+class TokenPooling(_Pooling):
     """Selects one token or averages tokens.
 
     Args:
@@ -59,12 +69,9 @@ class TokenPooling(Layer):
             tokens = tokens[:, 1:]
         return ops.mean(tokens, axis=1)
 
-    def compute_output_shape(self, input_shape):
-        return (input_shape[0], input_shape[-1])
-
 
 @keras.saving.register_keras_serializable("keras_moe")
-class AttentionPooling(Layer):
+class AttentionPooling(_Pooling):
     """Multihead attention pooling ("MAP"): a learned probe attends to the tokens.
 
     An MLP with a residual follows the attention.
@@ -143,13 +150,6 @@ class AttentionPooling(Layer):
         x = x + self.mlp(self.norm(x))
         return x[:, 0]
 
-    def compute_mask(self, tokens, previous_mask=None):
-        # The output has no token axis.
-        return None
-
-    def compute_output_shape(self, input_shape):
-        return (input_shape[0], input_shape[-1])
-
     def parts(self, shape: tuple) -> dict[Any, tuple]:
         return dict.fromkeys((self._attention(shape[-1]), self.norm, self.mlp), shape)
 
@@ -168,7 +168,7 @@ MASKED_POOLINGS = ("first", "last", "end_of_text", "average", "max")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class MaskedPooling(Layer):
+class MaskedPooling(_Pooling):
     """Pools the tokens that are not padding; examples without any get zeros.
 
     Args:
@@ -257,13 +257,6 @@ class MaskedPooling(Layer):
         ends = ops.logical_and(mask, ops.equal(token_ids, self.end_of_text_id))
         has_end = ops.any(ends, axis=1, keepdims=True)
         return ops.where(has_end, ends, _only(mask, last=True))
-
-    def compute_mask(self, tokens, previous_mask=None, token_ids=None):
-        # The output has no token axis.
-        return None
-
-    def compute_output_shape(self, input_shape):
-        return (input_shape[0], input_shape[-1])
 
 
 def _only(flags, last):

@@ -148,9 +148,6 @@ class PositionEmbedding(Layer):
     def call(self, tokens: Any) -> Any:
         return tokens + keras.ops.cast(self.embedding, tokens.dtype)
 
-    def compute_output_shape(self, input_shape):
-        return input_shape
-
     def save_own_variables(self, store):
         super().save_own_variables(store)
         if self.kind == "learned":

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe._checks import check_bool, check_initializer, check_integer
+from keras_moe._checks import check_bool, check_integer
 from keras_moe._freezing import KeepsFrozen
 from keras_moe.layers._layer import Layer, OwnValues
 from keras_moe.ops.cost import Cost
@@ -21,7 +21,6 @@ class TokenEmbedding(OwnValues, KeepsFrozen, keras.layers.Embedding):
     Args:
         vocabulary_size: V.
         hidden_dim: D.
-        embeddings_initializer: initializer of the vectors; None for N(0, 0.02).
         **kwargs: arguments of `keras.layers.Embedding`.
 
     Input shape: (B, N), integers from 0 to V - 1.
@@ -40,19 +39,13 @@ class TokenEmbedding(OwnValues, KeepsFrozen, keras.layers.Embedding):
     (1, 3, 8)
     """
 
-    def __init__(
-        self,
-        vocabulary_size: int,
-        hidden_dim: int,
-        embeddings_initializer: str | dict | keras.Initializer | None = None,
-        **kwargs,
-    ):
-        if embeddings_initializer is None:
-            embeddings_initializer = keras.initializers.RandomNormal(stddev=0.02)
+    def __init__(self, vocabulary_size: int, hidden_dim: int, **kwargs):
+        kwargs.setdefault(
+            "embeddings_initializer", keras.initializers.RandomNormal(stddev=0.02)
+        )
         super().__init__(
             check_integer("vocabulary_size", vocabulary_size),
             check_integer("hidden_dim", hidden_dim),
-            check_initializer("embeddings_initializer", embeddings_initializer),
             **kwargs,
         )
 
@@ -214,10 +207,6 @@ class TextPositions(Layer):
         if num_tokens is None:
             num_tokens = ops.shape(tokens)[1]
         return tokens + ops.cast(embedding[:, :num_tokens], tokens.dtype)
-
-    def compute_output_spec(self, tokens, positions=None):
-        self._check_length(tokens.shape)
-        return keras.KerasTensor(tokens.shape, self.compute_dtype)
 
     def compute_output_shape(self, input_shape):
         self._check_length(input_shape)

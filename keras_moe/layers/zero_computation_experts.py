@@ -8,7 +8,6 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe._checks import check_initializer
 from keras_moe.layers._layer import Layer
 from keras_moe.ops._initializers import PerExpert
 from keras_moe.ops.cost import Cost
@@ -27,9 +26,6 @@ class ZeroComputationExperts(Layer):
         zero_experts: number of zero experts.
         copy_experts: number of copy experts.
         constant_experts: J, number of constant experts.
-        kernel_initializer: initializer of one constant expert's W_c (D, 2).
-        vector_initializer: initializer of one constant expert's v (D,); None for the
-            N(0, 1) of the released code.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
@@ -55,22 +51,12 @@ class ZeroComputationExperts(Layer):
         zero_experts: int = 0,
         copy_experts: int = 0,
         constant_experts: int = 0,
-        kernel_initializer: Any = "lecun_normal",
-        vector_initializer: Any = None,
         **kwargs,
     ):
         # The weights stay float32, like all routing.
         super().__init__(autocast=False, **kwargs)
         types = expert_types(1, zero_experts, copy_experts, constant_experts)
         _, self.zero_experts, self.copy_experts, self.constant_experts = types
-        self.kernel_initializer = check_initializer(
-            "kernel_initializer", kernel_initializer
-        )
-        if vector_initializer is None:
-            vector_initializer = keras.initializers.RandomNormal(stddev=1.0)
-        self.vector_initializer = check_initializer(
-            "vector_initializer", vector_initializer
-        )
 
     @property
     def num_experts(self) -> int:
@@ -83,12 +69,13 @@ class ZeroComputationExperts(Layer):
             self.kernel = self.add_weight(
                 name="kernel",
                 shape=shapes["kernel"],
-                initializer=PerExpert(self.kernel_initializer),
+                initializer=PerExpert("lecun_normal"),
             )
             self.vector = self.add_weight(
                 name="vector",
                 shape=shapes["vector"],
-                initializer=self.vector_initializer,
+                # As in the released code.
+                initializer=keras.initializers.RandomNormal(stddev=1.0),
             )
 
     def call(self, tokens: Any, weights: Any) -> Any:
@@ -114,9 +101,6 @@ class ZeroComputationExperts(Layer):
         vector = ops.cast(self.vector, self.compute_dtype)
         token_weight = ops.cast(token_weight, self.compute_dtype)
         return token_weight * tokens + ops.matmul(vector_weights, vector)
-
-    def compute_output_spec(self, tokens, weights):
-        return keras.KerasTensor(tokens.shape, self.compute_dtype)
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
         _, dim = shape

@@ -29,12 +29,6 @@ class ExpertChoiceRouter(SparseRouter):
             than a group. `normalize_gates="after"` divides the combine weights by their
             sum over the token's experts (*CLIP-UP*, appendix B.3); None keeps them.
 
-    Call arguments:
-        tokens: (G, S, D).
-        mask: boolean (G, S), False for tokens that are not routed.
-        modality_ids: integers (G, S); tokens with ids outside [0, M) are not routed.
-        training: whether noise is added.
-
     Output shape: `(SlotPlan, Routing)`; see their attributes.
 
     Reference: *Routers in Vision Mixture of Experts*, sections 2.3 to 2.5, Algorithm 2.

@@ -10,7 +10,6 @@ from keras import ops
 
 from keras_moe._checks import (
     check_bool,
-    check_initializer,
     check_integer,
     check_one_of,
     check_positive,
@@ -49,17 +48,13 @@ class PathwayAwareRouter(TokenChoiceRouter):
             are scaled before routing, or None. The next layer gets unscaled logits.
         zero_gates: `"keep"` the gates of zero experts, or `"remove"` them (set to 0
             before gates are normalised).
-        residual_initializer: initializer of the map of previous logits.
         noise_std: std of the training noise, times `num_experts`; None for 0.0.
         **kwargs: arguments of `TokenChoiceRouter`, except `capacity`, `eval_capacity`,
             `num_modalities` and `expert_pools`. `capacity_factor` is 1.1 by default.
 
     Call arguments:
-        tokens: (G, S, D).
-        mask: boolean (G, S), False for tokens that are not routed.
-        modality_ids: integers (G, S), for a `priority` of modalities.
-        previous_logits: float32 (G, S, E), `Routing.logits` of the previous MoE layer.
-        training: whether noise and capacity limits apply.
+        previous_logits: float32 (G, S, E), `Routing.logits` of the previous MoE layer;
+            the others are those of `Router`.
 
     Output shape: `(HeterogeneousPlan, Routing)`; without zero-computation experts the
     plans of `TokenChoiceRouter`.
@@ -93,7 +88,6 @@ class PathwayAwareRouter(TokenChoiceRouter):
         gate_hidden_dim: int | None = None,
         logits_norm_std: float | None = None,
         zero_gates: str = "keep",
-        residual_initializer: Any = "zeros",
         noise_std: float | None = None,
         **kwargs,
     ):
@@ -130,9 +124,6 @@ class PathwayAwareRouter(TokenChoiceRouter):
         self.gate_hidden_dim = gate_hidden_dim
         self.logits_norm_std = logits_norm_std
         self.zero_gates = check_one_of("zero_gates", zero_gates, ZERO_GATES)
-        self.residual_initializer = check_initializer(
-            "residual_initializer", residual_initializer
-        )
 
     def default_auxiliary_losses(self):
         return {"heterogeneous_balance": 0.01}
@@ -155,7 +146,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
             )
         if self.gating_residual:
             self.residual_kernel = self.add_kernel(
-                "residual_kernel", shapes["residual_kernel"], self.residual_initializer
+                "residual_kernel", shapes["residual_kernel"], "zeros"
             )
 
     def call(

@@ -38,7 +38,11 @@ class Router(KeepsFrozen, keras.layers.Layer):
         seed: seed of the noise; None draws one from Keras's global seed.
         **kwargs: arguments of `keras.layers.Layer`; `dtype` is always float32.
 
-    Input shape: (G, S, D).
+    Call arguments:
+        tokens: (G, S, D).
+        mask: boolean (G, S), False for tokens that are not routed.
+        modality_ids: integers (G, S); tokens with ids outside [0, M) are not routed.
+        training: whether noise and capacity limits apply.
 
     Example:
 

@@ -10,7 +10,6 @@ from keras import ops
 
 from keras_moe._checks import (
     check_bool,
-    check_initializer,
     check_integer,
     check_one_of,
     check_positive,
@@ -40,15 +39,8 @@ class SoftRouter(Router):
         capacity_rounding: `"ceil"`, or `"round"` as in the released code.
         normalize: whether to normalise tokens and slot vectors, with a learned scale.
         noise_std: standard deviation of the training noise on the logits.
-        slot_initializer: initializer of the slot vectors (D, E, C).
-        scale_initializer: initializer of the scale.
         seed: seed of the noise.
         **kwargs: arguments of `keras.layers.Layer`; `dtype` is always float32.
-
-    Call arguments:
-        tokens: (G, S, D).
-        mask: boolean (G, S), False for padding, which gets zeros.
-        training: whether noise is added.
 
     Output shape: `(SoftPlan, Routing)`; see their attributes.
 
@@ -76,8 +68,6 @@ class SoftRouter(Router):
         capacity_rounding: str = "round",
         normalize: bool = True,
         noise_std: float = 0.0,
-        slot_initializer: Any = "lecun_normal",
-        scale_initializer: Any = "ones",
         seed: int | None = None,
         **kwargs,
     ):
@@ -101,10 +91,6 @@ class SoftRouter(Router):
             "capacity_rounding", capacity_rounding, sorted(ROUNDINGS)
         )
         self.normalize = check_bool("normalize", normalize)
-        self.slot_initializer = check_initializer("slot_initializer", slot_initializer)
-        self.scale_initializer = check_initializer(
-            "scale_initializer", scale_initializer
-        )
 
     def group_capacity(self, num_tokens: int | None, training: bool | None = None):
         """Slots per expert C for images of `num_tokens` tokens."""
@@ -128,11 +114,9 @@ class SoftRouter(Router):
 
     def build(self, input_shape):
         shapes = self.weight_shapes(input_shape[-2:])
-        self.slots = self.add_kernel("slots", shapes["slots"], self.slot_initializer)
+        self.slots = self.add_kernel("slots", shapes["slots"], "lecun_normal")
         if self.normalize:
-            self.scale = self.add_kernel(
-                "scale", shapes["scale"], self.scale_initializer
-            )
+            self.scale = self.add_kernel("scale", shapes["scale"], "ones")
 
     def call(
         self,

@@ -56,12 +56,6 @@ class TokenChoiceRouter(SparseRouter):
             token's K choices, `"after"` over those that got a slot (*CLIP-UP*, appendix
             B.3); None keeps them. With K=1 a normalised gate is 1, and has no gradient.
 
-    Call arguments:
-        tokens: (G, S, D).
-        mask: boolean (G, S), False for tokens that are not routed.
-        modality_ids: integers (G, S); tokens with ids outside [0, M) are not routed.
-        training: whether noise and capacity limits apply.
-
     Output shape: `(RoutingPlan, Routing)`, or `(RaggedPlan, Routing)` without a
     capacity; see their attributes.
 

@@ -145,8 +145,8 @@ class Costs(Part):
             layer = MultilinearExperts(units, experts, kind, rank)
             gate = MuMoE(units, experts, kind, rank).gate.cost((1, inputs)).parameters
             rows[name] = {
-                "naive": gate + layer.naive_multiply_adds(inputs),
-                "factorized": gate + layer.multiply_adds(inputs),
+                "naive": gate + layer.tensor_spec(inputs).naive_multiply_adds,
+                "factorized": gate + layer.tensor_spec(inputs).multiply_adds,
                 "printed": printed,
             }
         return rows
