@@ -311,6 +311,10 @@ class Attention(Layer):
         outputs = ops.cast(outputs, self.compute_dtype)
         return ops.reshape(outputs, (-1, num_queries, self.num_heads, self.key_dim))
 
+    def compute_mask(self, tokens, previous_mask=None):
+        # `mask` is of the keys.
+        return get_keras_mask(tokens)
+
     def cache_shape(self, batch_size: Any, length: int) -> tuple:
         """The shape of the cached keys, and of the values."""
         return (batch_size, length, self.num_key_value_heads, self.key_dim)

@@ -48,10 +48,8 @@ def test_documents_and_padding_are_apart():
 @pytest.mark.every_backend
 def test_groups_share_their_keys():
     """The same as attention whose keys and values are repeated by hand."""
-    grouped, full = (
-        attention(query_key_norm=None),
-        attention(num_key_value_heads=None, query_key_norm=None),
-    )
+    plain = {"query_key_norm": None, "query_key_norm_bias": False}
+    grouped, full = attention(**plain), attention(num_key_value_heads=None, **plain)
     mask, positions = CausalMask()(DOCUMENTS)
     for layer in (grouped, full):
         layer.build((2, 6, 8))

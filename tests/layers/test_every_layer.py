@@ -52,8 +52,6 @@ def soft_router(**kwargs):
         capacity_factor=1.5,
         capacity_rounding="ceil",
         noise_std=0.5,
-        slot_initializer="glorot_normal",
-        scale_initializer=keras.initializers.Constant(2.0),
         seed=7,
         **kwargs,
     )
@@ -92,7 +90,6 @@ def pathway_aware_router(**kwargs):
         gate_hidden_dim=7,
         logits_norm_std=1.5,
         zero_gates="remove",
-        residual_initializer="identity",
         **EXPERT_TYPES,
         **{**TOKENS_CHOOSE, "capacity_factor": 3.0, "eval_capacity_factor": 4.0},
         **kwargs,
@@ -229,9 +226,7 @@ MAKERS = {
     "Attention": attention,
     "MaskedPooling": lambda **kw: layers.MaskedPooling("last", **kw),
     "TextPositions": lambda **kw: layers.TextPositions(7, **kw),
-    "TokenEmbedding": lambda **kw: layers.TokenEmbedding(
-        5, D, embeddings_initializer="glorot_normal", **kw
-    ),
+    "TokenEmbedding": lambda **kw: layers.TokenEmbedding(5, D, **kw),
     "TokenMLP": lambda **kw: layers.TokenMLP(
         mlp_dim=5, activation="relu", dropout=0.1, seed=2, **kw
     ),
