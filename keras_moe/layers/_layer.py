@@ -23,6 +23,7 @@ from keras_moe._compat import (
     passes_arguments,
 )
 from keras_moe._freezing import KeepsFrozen
+from keras_moe._types import Tensor
 from keras_moe.layers import activations
 from keras_moe.ops._initializers import PathInitializer
 from keras_moe.ops._nn import linear
@@ -79,7 +80,7 @@ def _stored(value):
     return keras.saving.serialize_keras_object(value) if callable(value) else value
 
 
-def layer_argument(value: Any, name: str) -> keras.layers.Layer:
+def layer_argument(value: object, name: str) -> keras.layers.Layer:
     """Deserialises `value` if needed, and checks that it is a layer."""
     if isinstance(value, dict):
         value = keras.saving.deserialize_keras_object(value)
@@ -96,7 +97,9 @@ def build_once(layer: keras.layers.Layer, input_shape: tuple) -> None:
 
 # `keras.layers.Layer.__call__` costs about 60 us, which on PyTorch is a tenth of the
 # forward pass of a small model. `inner_call` and `fused_bias` can go once it is cheap.
-def inner_call(layer: keras.layers.Layer, x: Any, *args: Any, **kwargs: Any) -> Any:
+def inner_call(
+    layer: keras.layers.Layer, x: Any, *args: object, **kwargs: object
+) -> Any:
     """`layer(x, ...)` without the bookkeeping already done by the outer call."""
     if keras.backend.backend() != "torch" or not _is_all(layer, x, kwargs):
         return layer(x, *args, **kwargs)
@@ -132,7 +135,9 @@ def _cast(layer, value):
     return layer.dtype_policy.convert_input(value, True, layer.compute_dtype)
 
 
-def dropped_out(dropout: keras.layers.Dropout, x: Any, training: bool | None) -> Any:
+def dropped_out(
+    dropout: keras.layers.Dropout, x: Tensor, training: bool | None
+) -> Tensor:
     """`dropout(x)`, skipping the call if the rate is 0."""
     if not dropout.rate:
         return x
@@ -163,7 +168,9 @@ def _call(layer, inputs, training=None):
 # `keras.RematScope` recomputes a call as it is, so that losses and seeds leak out of
 # the region (JAX) or are refused (TensorFlow). Here the region is a pure function:
 # weights and seeds are arguments; losses and new seeds are results.
-def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> Any:
+def rematerialized(
+    layer: keras.layers.Layer, function: Callable[..., Any], *inputs: Tensor
+) -> Any:
     """`function(*inputs)`, recomputing intermediate values for the gradient."""
     weights = [v for v in layer.variables if not _is_seed(v)]
     seeds = [v for v in layer.variables if _is_seed(v)]

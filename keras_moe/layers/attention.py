@@ -19,6 +19,7 @@ from keras_moe._checks import (
     check_seed,
 )
 from keras_moe._compat import get_keras_mask
+from keras_moe._types import Config, Initializer, Tensor
 from keras_moe.layers._layer import (
     Layer,
     dropped_out,
@@ -62,7 +63,7 @@ class CausalMask(keras.layers.Layer):
     """
 
     def call(
-        self, documents: Any, start: Any = 0, num_queries: int | None = None
+        self, documents: Tensor, start: int | Tensor = 0, num_queries: int | None = None
     ) -> tuple[Any, Any]:
         documents = ops.cast(documents, "int32")
         index = ops.cumsum(ops.ones_like(documents), axis=1) - 1
@@ -145,14 +146,14 @@ class Attention(Layer):
         num_heads: int,
         key_dim: int,
         num_key_value_heads: int | None = None,
-        positions: Any = None,
+        positions: keras.layers.Layer | Config | None = None,
         query_key_norm: str | None = None,
         causal: bool = False,
         query_key_norm_bias: bool = False,
         layer_norm_epsilon: float = 1e-6,
         dropout: float = 0.0,
         use_bias: bool = True,
-        kernel_initializer: Any = None,
+        kernel_initializer: Initializer | None = None,
         seed: int | None = None,
         **kwargs,
     ):
@@ -237,12 +238,12 @@ class Attention(Layer):
 
     def call(
         self,
-        tokens: Any,
-        context: Any = None,
-        mask: Any = None,
-        positions: Any = None,
-        cache: Any = None,
-        start: Any = 0,
+        tokens: Tensor,
+        context: Tensor | None = None,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: tuple[Tensor, Tensor] | None = None,
+        start: int | Tensor = 0,
         training: bool | None = None,
     ) -> Any:
         context = tokens if context is None else context
@@ -315,7 +316,7 @@ class Attention(Layer):
         # `mask` is of the keys.
         return get_keras_mask(tokens)
 
-    def cache_shape(self, batch_size: Any, length: int) -> tuple:
+    def cache_shape(self, batch_size: int | Tensor | None, length: int) -> tuple:
         """The shape of the cached keys, and of the values."""
         return (batch_size, length, self.num_key_value_heads, self.key_dim)
 

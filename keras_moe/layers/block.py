@@ -11,6 +11,7 @@ from keras import ops
 
 from keras_moe._checks import check_bool, check_dropout, check_positive, check_seed
 from keras_moe._compat import get_keras_mask
+from keras_moe._types import Config, Tensor
 from keras_moe.layers._layer import (
     Layer,
     build_once,
@@ -59,7 +60,7 @@ class LayerScale(Layer):
             initializer=keras.initializers.Constant(self.initial_value),
         )
 
-    def call(self, x: Any) -> Any:
+    def call(self, x: Tensor) -> Any:
         return x * self.scale
 
     def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
@@ -116,8 +117,8 @@ class Block(Layer):
 
     def __init__(
         self,
-        token_mixer: Any,
-        feed_forward: Any,
+        token_mixer: keras.layers.Layer | Config,
+        feed_forward: keras.layers.Layer | Config,
         dropout: float = 0.0,
         layer_norm_epsilon: float = 1e-6,
         seed: int | None = None,
@@ -217,9 +218,9 @@ class Block(Layer):
 
     def call(
         self,
-        tokens: Any,
-        mask: Any = None,
-        modality_ids: Any = None,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        modality_ids: Tensor | None = None,
         boundaries: tuple[int, ...] = (),
         mixer_arguments: dict | None = None,
         training: bool | None = None,
@@ -309,10 +310,10 @@ class MoEBlock(Block):
 
     def call(
         self,
-        tokens: Any,
-        previous_logits: Any = None,
-        mask: Any = None,
-        modality_ids: Any = None,
+        tokens: Tensor,
+        previous_logits: Tensor | None = None,
+        mask: Tensor | None = None,
+        modality_ids: Tensor | None = None,
         boundaries: tuple[int, ...] = (),
         mixer_arguments: dict | None = None,
         training: bool | None = None,

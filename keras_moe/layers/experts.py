@@ -20,6 +20,7 @@ from keras_moe._checks import (
     fits_shape,
 )
 from keras_moe._compat import stored_dataset, unlocked
+from keras_moe._types import Activation, Initializer, Tensor
 from keras_moe.layers import activations
 from keras_moe.layers._layer import Layer
 from keras_moe.ops._initializers import PerExpert
@@ -27,7 +28,7 @@ from keras_moe.ops.cost import Cost
 from keras_moe.ops.grouped import grouped_matmul, grouped_mlp, row_experts
 
 
-def with_layout(x: Any, path: str) -> Any:
+def with_layout(x: Tensor, path: str) -> Tensor:
     """Applies the distribution's layout for `path` to `x` if it divides evenly."""
     distribution = keras.distribution.distribution()
     layout = None if distribution is None else distribution.get_tensor_layout(path)
@@ -83,7 +84,7 @@ class Experts(Layer):
         self,
         num_experts: int,
         mlp_dim: int,
-        activation: Any = "gelu_tanh",
+        activation: Activation = "gelu_tanh",
         dropout: float = 0.0,
         shared_initialization: bool = True,
         gated: bool = False,
@@ -137,8 +138,11 @@ class Experts(Layer):
         return ("hidden", "output", "gate") if self.gated else ("hidden", "output")
 
     def call(
-        self, inputs: Any, group_sizes: Any = None, training: bool | None = None
-    ) -> Any:
+        self,
+        inputs: Tensor,
+        group_sizes: Tensor | None = None,
+        training: bool | None = None,
+    ) -> Tensor:
         self._check(inputs, group_sizes)
         if group_sizes is not None:
             return self._call_rows(inputs, group_sizes, training)
@@ -234,7 +238,9 @@ class Experts(Layer):
         )
         setattr(self, name, weight)
 
-    def _linear(self, name: str, x: Any, matmul: Callable, by_row: Callable) -> Any:
+    def _linear(
+        self, name: str, x: Tensor, matmul: Callable, by_row: Callable
+    ) -> Tensor:
         """Applies one linear map of every expert."""
         kernel = getattr(self, f"{name}_kernel")
         if self.quantization_mode is None:
@@ -262,8 +268,8 @@ class Experts(Layer):
         self,
         rank: int,
         lora_alpha: float | None = None,
-        a_initializer: Any = "he_uniform",
-        b_initializer: Any = "zeros",
+        a_initializer: Initializer = "he_uniform",
+        b_initializer: Initializer = "zeros",
     ) -> None:
         """Freezes all weights and adds a low-rank update to each kernel."""
         a_initializer = PerExpert(a_initializer)
@@ -295,7 +301,9 @@ class Experts(Layer):
 
     # Quantisation
 
-    def quantize(self, mode: str, type_check: bool = True, config: Any = None) -> None:
+    def quantize(
+        self, mode: str, type_check: bool = True, config: object = None
+    ) -> None:
         """Stores the kernels as int8, with a float32 scale per output channel."""
         _check_mode(mode)
         quantizer = getattr(config, "weight_quantizer", None)

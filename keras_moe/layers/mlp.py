@@ -1,11 +1,10 @@
 """MLPs on and across tokens. Axes: B batch, N tokens, D hidden, H mlp."""
 
-from typing import Any
-
 import keras
 from keras import ops
 
 from keras_moe._checks import check_bool, check_dropout, check_integer, check_seed
+from keras_moe._types import Activation, Tensor
 from keras_moe.layers import activations
 from keras_moe.layers._layer import Layer, dropped_out, fused_bias, inner_call
 from keras_moe.ops._initializers import PathInitializer
@@ -42,7 +41,7 @@ class MLP(Layer):
     def __init__(
         self,
         mlp_dim: int,
-        activation: Any = "gelu_tanh",
+        activation: Activation = "gelu_tanh",
         dropout: float = 0.0,
         seed: int | None = None,
         gated: bool = False,
@@ -83,7 +82,7 @@ class MLP(Layer):
         self.output_dense = dense(input_shape[-1], "output")
         self.output_dense.build((*input_shape[:-1], self.mlp_dim))
 
-    def call(self, tokens: Any, training: bool | None = None) -> Any:
+    def call(self, tokens: Tensor, training: bool | None = None) -> Tensor:
         x = inner_call(self.hidden, tokens)
         if self.gated:
             x = self.activation(inner_call(self.gate, tokens)) * x
@@ -137,7 +136,7 @@ class TokenMLP(MLP):
         self.num_tokens = known_num_tokens(input_shape)
         super().build((input_shape[0], input_shape[2], input_shape[1]))
 
-    def call(self, tokens: Any, training: bool | None = None) -> Any:
+    def call(self, tokens: Tensor, training: bool | None = None) -> Tensor:
         check_num_tokens(tokens, self.num_tokens)
         x = ops.transpose(tokens, (0, 2, 1))
         return ops.transpose(super().call(x, training=training), (0, 2, 1))
@@ -156,7 +155,7 @@ def known_num_tokens(input_shape: tuple) -> int:
     return input_shape[1]
 
 
-def check_num_tokens(tokens: Any, num_tokens: int) -> None:
+def check_num_tokens(tokens: Tensor, num_tokens: int) -> None:
     """Checks that the layer was built for this number of tokens."""
     if tokens.shape[1] != num_tokens:
         raise ValueError(

@@ -18,6 +18,7 @@ from keras_moe._checks import (
     check_positive,
 )
 from keras_moe._compat import get_keras_mask
+from keras_moe._types import Config, Tensor
 from keras_moe.layers._layer import Layer, build_once, inner_call, layer_argument
 from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
 from keras_moe.ops._nn import is_bfloat16_on_tpus
@@ -78,10 +79,10 @@ class MoE(Layer):
 
     def __init__(
         self,
-        router: Any,
-        experts: Any,
+        router: routers.Router | str | Config,
+        experts: keras.layers.Layer | Config,
         group_size: int | None = None,
-        auxiliary_losses: Any = None,
+        auxiliary_losses: object = None,
         dispatcher: str = "index",
         input_scale: float = 1.0,
         **kwargs,
@@ -130,10 +131,10 @@ class MoE(Layer):
 
     def call(
         self,
-        tokens: Any,
-        mask: Any = None,
-        modality_ids: Any = None,
-        previous_logits: Any = None,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        modality_ids: Tensor | None = None,
+        previous_logits: Tensor | None = None,
         training: bool | None = None,
     ) -> tuple[Any, Routing]:
         if mask is None:

@@ -6,7 +6,7 @@ Axes: N tokens, S group_size, E experts, C capacity, H mlp.
 import dataclasses
 import re
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import keras
 import numpy as np
@@ -19,6 +19,7 @@ from keras_moe._checks import (
     check_one_of,
     check_positive,
 )
+from keras_moe._types import Config
 from keras_moe.layers import activations
 from keras_moe.layers.experts import Experts
 from keras_moe.layers.moe import MoE
@@ -27,6 +28,9 @@ from keras_moe.ops.expert_types import ExpertTypes, expert_types
 from keras_moe.routers._pruned import METHODS, pruned_router
 from keras_moe.routers.names import class_for_types, router_name, split_router
 from keras_moe.routers.router import Router, router_arguments
+
+if TYPE_CHECKING:
+    from keras_moe.layers.tower_config import TowerSpec
 
 # A default that depends on the router or the blocks.
 AUTO = "auto"
@@ -67,7 +71,7 @@ class MixtureConfig:
         """Names of the config's fields."""
         return [field.name for field in dataclasses.fields(cls)]
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: object) -> Self:
         """Returns a copy with some fields changed."""
         check_argument_names(changes, self.field_names(), type(self).__name__)
         return dataclasses.replace(self, **changes)
@@ -93,7 +97,7 @@ class MixtureConfig:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    def feed_forwards(self, tower: Any) -> list[keras.layers.Layer]:
+    def feed_forwards(self, tower: "TowerSpec") -> list[keras.layers.Layer]:
         """One unbuilt feed-forward layer per block of the `TowerSpec`."""
         indices = resolve_moe_layers(self.moe_layers, tower.num_layers)
         return [
@@ -278,7 +282,7 @@ class MoEConfig(MixtureConfig):
                 return len(arguments[name])
         return None
 
-    def feed_forwards(self, tower: Any) -> list[keras.layers.Layer]:
+    def feed_forwards(self, tower: "TowerSpec") -> list[keras.layers.Layer]:
         indices = resolve_moe_layers(self.moe_layers, tower.num_layers)
         names = [f"block_{index}" for index in indices]
         for name in (self.pruning or {"kept_experts": ()})["kept_experts"]:
@@ -404,7 +408,7 @@ class MuMoEConfig(MixtureConfig):
     def _mixture(self, tower, index, indices):
         return self.block(tower, self.expert_mlp_dim or tower.mlp_dim)
 
-    def block(self, tower: Any, mlp_dim: int) -> MuMoEBlock:
+    def block(self, tower: "TowerSpec", mlp_dim: int) -> MuMoEBlock:
         """An unbuilt block, for a feed-forward layer or a token mixer."""
         return self._block(
             mlp_dim, self.expert_activation or tower.activation, tower.dtype
@@ -421,7 +425,7 @@ class MuMoEConfig(MixtureConfig):
         )
 
 
-def moe_config(moe: Any) -> MoEConfig | MuMoEConfig | None:
+def moe_config(moe: MixtureConfig | Config | None) -> MoEConfig | MuMoEConfig | None:
     """Makes the config for an encoder's `moe` argument.
 
     Args:
@@ -445,7 +449,7 @@ def moe_config(moe: Any) -> MoEConfig | MuMoEConfig | None:
     return (MuMoEConfig if is_mumoe else MoEConfig).from_dict(moe)
 
 
-def plain_value(value: Any) -> Any:
+def plain_value(value: object) -> Any:
     """Copies nested plain data, serialising Keras objects."""
     if isinstance(value, dict):
         return {name: plain_value(each) for name, each in value.items()}
@@ -489,7 +493,9 @@ def _plain_pruning(pruning):
     return pruning
 
 
-def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:
+def resolve_moe_layers(
+    moe_layers: str | Iterable[int] | None, num_layers: int
+) -> tuple[int, ...]:
     """Indices of the blocks whose feed-forward layer is a mixture of experts.
 
     Args:
@@ -532,7 +538,7 @@ def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:
     return tuple(indices)
 
 
-def plain_moe_layers(moe_layers: Any) -> Any:
+def plain_moe_layers(moe_layers: str | Iterable[int] | None) -> str | list[int] | None:
     """Returns indices in `moe_layers` as a list of ints, after checking them."""
     if moe_layers is None or isinstance(moe_layers, str):
         return moe_layers

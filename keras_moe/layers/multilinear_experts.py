@@ -5,7 +5,8 @@ units, R ranks.
 """
 
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -17,6 +18,7 @@ from keras_moe._checks import (
     check_not_negative,
     check_one_of,
 )
+from keras_moe._types import Activation, Tensor
 from keras_moe.layers import activations
 from keras_moe.layers._layer import Layer
 from keras_moe.ops import _multilinear as tensors
@@ -27,6 +29,8 @@ from keras_moe.ops.entmax import entmax15_and_source
 from keras_moe.ops.expert_types import ExpertTypes
 from keras_moe.ops.plans import Routing
 
+# A rank for each mode, as a number or a fraction of the input size.
+Rank: TypeAlias = int | float | str | Sequence[int | float] | None
 NORMALIZATIONS = ("batch", "layer", None)
 _EPSILON = 1e-5
 _MOMENTUM = 0.9
@@ -76,8 +80,8 @@ class ExpertCoefficients(Layer):
 
     def __init__(
         self,
-        num_experts: Any,
-        activation: Any = "entmax",
+        num_experts: int | Sequence[int],
+        activation: Activation = "entmax",
         normalization: str | None = "batch",
         **kwargs,
     ):
@@ -115,10 +119,10 @@ class ExpertCoefficients(Layer):
 
     def call(
         self,
-        inputs: Any,
+        inputs: Tensor,
         training: bool | None = None,
-        logits: Any = None,
-        mask: Any = None,
+        logits: Sequence[Tensor] | None = None,
+        mask: Tensor | None = None,
         with_sources: bool = False,
     ) -> tuple[Any, ...]:
         if logits is None:
@@ -211,7 +215,7 @@ class ExpertCoefficients(Layer):
         return Cost.all_active(self.weight_shapes(shape), flops)
 
 
-def check_levels(num_experts: Any) -> tuple[int, ...]:
+def check_levels(num_experts: int | Sequence[int]) -> tuple[int, ...]:
     """Returns the number of experts of each level as a tuple."""
     levels = num_experts if isinstance(num_experts, (list, tuple)) else [num_experts]
     if not levels:
@@ -222,7 +226,9 @@ def check_levels(num_experts: Any) -> tuple[int, ...]:
     return tuple(check_integer("num_experts", count) for count in levels)
 
 
-def outer(values: Any, combine: Any) -> Any:
+def outer(
+    values: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
     """Combines the levels' values into one value per expert."""
     total = values[0]
     for value in values[1:]:
@@ -277,9 +283,9 @@ class MultilinearExperts(Layer):
     def __init__(
         self,
         units: int,
-        num_experts: Any,
+        num_experts: int | Sequence[int],
         factorization: str | None = "cp",
-        rank: Any = "match_dense",
+        rank: Rank = "match_dense",
         use_bias: bool = True,
         expert_noise: float = 1.0,
         **kwargs,
@@ -323,8 +329,12 @@ class MultilinearExperts(Layer):
         return keras.initializers.RandomUniform(-limit, limit)
 
     def call(
-        self, inputs: Any, coefficients: Any, projected: Any = None, sources: Any = None
-    ) -> Any:
+        self,
+        inputs: Tensor,
+        coefficients: Sequence[Tensor],
+        projected: Tensor | None = None,
+        sources: Sequence[tuple] | None = None,
+    ) -> Tensor:
         if len(coefficients) != len(self.num_experts):
             raise ValueError(
                 f"Expected coefficients for each level of num_experts="
@@ -343,14 +353,14 @@ class MultilinearExperts(Layer):
             sources,
         )
 
-    def input_factor(self) -> Any:
+    def input_factor(self) -> Tensor | None:
         """The factor that multiplies the inputs first; None for the full tensor."""
         return tensors.input_factor(self._tensors(), self.factorization)
 
     def _tensors(self):
         return [ops.cast(factor, self.compute_dtype) for factor in self.factors]
 
-    def expert_weights(self, indices: Any) -> Any:
+    def expert_weights(self, indices: Sequence[int | Sequence[int]]) -> Tensor:
         """Matrices (len(indices), I, O) of some experts; biases are the last row."""
         factors = [ops.convert_to_tensor(factor) for factor in self.factors]
         matrices = []
@@ -435,7 +445,7 @@ class ExpertMode(keras.initializers.Initializer):
         return {"sigma": self.sigma}
 
 
-def check_rank(rank: Any, factorization: str | None, levels: int) -> Any:
+def check_rank(rank: Rank, factorization: str | None, levels: int) -> Rank:
     """Checks that the rank fits the factorisation; returns sequences as tuples."""
     if factorization is None or rank == "match_dense":
         check_one_of("rank", rank, (None, "match_dense"))
@@ -458,7 +468,7 @@ def _check_size(rank):
     return check_integer("rank", rank)
 
 
-def resolved_rank(rank: Any, inputs: int) -> Any:
+def resolved_rank(rank: Rank, inputs: int) -> Rank:
     """Replaces fractions of the input size by integers of at least 1."""
     if isinstance(rank, tuple):
         return tuple(resolved_rank(size, inputs) for size in rank)
@@ -476,7 +486,7 @@ def matching_rank(
     sizes: list[tuple[int, int]],
     use_bias: bool,
     gate_parameters: int = 0,
-) -> Any:
+) -> Rank:
     """Smallest rank with the parameters of dense layers of `sizes` (inputs, units)."""
     if factorization is None:
         return None

@@ -4,18 +4,21 @@ Axes: B batch, N tokens, D hidden, I inputs, H mlp, O units, E experts of all le
 levels, R rank.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 from keras import ops
 
 from keras_moe._checks import check_bool, check_integer
+from keras_moe._types import Activation, Config, Tensor
 from keras_moe.layers import activations
 from keras_moe.layers._layer import Layer, build_once, layer_argument
 from keras_moe.layers.mlp import check_num_tokens, known_num_tokens
 from keras_moe.layers.multilinear_experts import (
     ExpertCoefficients,
     MultilinearExperts,
+    Rank,
     matching_rank,
     resolved_rank,
 )
@@ -28,10 +31,10 @@ class MuMoEBase(Layer):
 
     def __init__(
         self,
-        num_experts: Any,
+        num_experts: int | Sequence[int],
         factorization: str | None,
-        rank: Any,
-        activation: Any = "entmax",
+        rank: Rank,
+        activation: Activation = "entmax",
         normalization: str | None = "batch",
         use_bias: bool = True,
         expert_noise: float = 1.0,
@@ -90,7 +93,9 @@ class MuMoEBase(Layer):
             for name, (inputs, units) in sizes.items()
         }
 
-    def project(self, inputs: Any, experts: Any) -> tuple[Any, Any, Any]:
+    def project(
+        self, inputs: Tensor, experts: MultilinearExperts
+    ) -> tuple[Any, Any, Any]:
         """The experts' input, the gate's logits and the experts' projection."""
         if self.norm is not None:
             return self.norm(inputs), None, None
@@ -148,10 +153,10 @@ class MuMoE(MuMoEBase):
     def __init__(
         self,
         units: int,
-        num_experts: Any,
+        num_experts: int | Sequence[int],
         factorization: str | None = "cp",
-        rank: Any = "match_dense",
-        edited_outputs: Any = (),
+        rank: Rank = "match_dense",
+        edited_outputs: Sequence[int] = (),
         **kwargs,
     ):
         super().__init__(num_experts, factorization, rank, **kwargs)
@@ -177,7 +182,7 @@ class MuMoE(MuMoEBase):
                 autocast=False,
             )
 
-    def call(self, inputs: Any, training: bool | None = None) -> tuple[Any, Any]:
+    def call(self, inputs: Tensor, training: bool | None = None) -> tuple[Any, Any]:
         x, logits, projected = self.project(inputs, self.experts)
         coefficients, routing, sources = self.gate(
             inputs, training=training, logits=logits, with_sources=True
@@ -247,10 +252,10 @@ class MuMoEBlock(MuMoEBase):
         self,
         mlp_dim: int,
         units: int | None = None,
-        num_experts: Any = 64,
+        num_experts: int | Sequence[int] = 64,
         factorization: str | None = "cp",
-        rank: Any = "match_dense",
-        hidden_activation: Any = "gelu",
+        rank: Rank = "match_dense",
+        hidden_activation: Activation = "gelu",
         **kwargs,
     ):
         super().__init__(num_experts, factorization, rank, **kwargs)
@@ -275,9 +280,9 @@ class MuMoEBlock(MuMoEBase):
 
     def call(
         self,
-        inputs: Any,
-        mask: Any = None,
-        modality_ids: Any = None,
+        inputs: Tensor,
+        mask: Tensor | None = None,
+        modality_ids: Tensor | None = None,
         training: bool | None = None,
     ) -> tuple[Any, Any]:
         x, logits, projected = self.project(inputs, self.hidden)
@@ -329,7 +334,7 @@ class TokenMuMoE(Layer):
     ((1, 4, 8), (1, 8, 4))
     """
 
-    def __init__(self, block: Any, **kwargs):
+    def __init__(self, block: keras.layers.Layer | Config, **kwargs):
         super().__init__(**kwargs)
         self.block = layer_argument(block, "block")
         if not isinstance(self.block, MuMoEBlock):
@@ -339,7 +344,7 @@ class TokenMuMoE(Layer):
         self.num_tokens = known_num_tokens(input_shape)
         build_once(self.block, (input_shape[0], input_shape[2], input_shape[1]))
 
-    def call(self, tokens: Any, training: bool | None = None) -> tuple[Any, Any]:
+    def call(self, tokens: Tensor, training: bool | None = None) -> tuple[Any, Any]:
         check_num_tokens(tokens, self.num_tokens)
         channels = ops.transpose(tokens, (0, 2, 1))
         outputs, routing = self.block(channels, training=training)
@@ -348,7 +353,7 @@ class TokenMuMoE(Layer):
         return ops.transpose(outputs, (0, 2, 1)), routing
 
     @property
-    def router(self) -> Any:
+    def router(self) -> ExpertCoefficients:
         """The block's gate."""
         return self.block.router
 

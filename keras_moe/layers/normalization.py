@@ -6,6 +6,7 @@ import keras
 from keras import ops
 
 from keras_moe._checks import check_one_of, check_positive
+from keras_moe._types import Tensor
 from keras_moe.layers._layer import Layer
 from keras_moe.ops._nn import is_bfloat16_on_tpus
 from keras_moe.ops._primitives import custom_gradient
@@ -97,7 +98,7 @@ class LayerNorm(_Norm):
                 name="beta", shape=shape, initializer="zeros", autocast=False
             )
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: Tensor) -> Tensor:
         if keras.backend.backend() == "torch":
             outputs = ops.layer_normalization(
                 inputs, self.gamma, self.beta, axis=-1, epsilon=self.epsilon
@@ -140,7 +141,7 @@ class RMSNorm(_Norm):
             name="scale", shape=(input_shape[-1],), initializer="ones", autocast=False
         )
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: Tensor) -> Tensor:
         scale = ops.cast(self.scale, "float32")
         outputs = ops.rms_normalization(
             ops.cast(inputs, "float32"), scale, axis=-1, epsilon=self.epsilon

@@ -1,13 +1,14 @@
 """Patch embeddings of images. Axes: B batch, N patches, D hidden."""
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import keras
 import numpy as np
 from keras import ops
 
 from keras_moe._checks import check_initializer, check_integer, check_one_of, check_pair
+from keras_moe._types import Initializer, Tensor
 from keras_moe.layers._interpolation import (
     INTERPOLATIONS,
     cubic_weights,
@@ -52,7 +53,7 @@ def fold_channels(kernel: np.ndarray, channels: int) -> np.ndarray:
 
 
 def resize_patch_kernel(
-    kernel: np.ndarray, patch_size: Any, interpolation: str = "bilinear"
+    kernel: np.ndarray, patch_size: int | Sequence[int], interpolation: str = "bilinear"
 ) -> np.ndarray:
     """Resizes a patch kernel to another patch size, as FlexiViT does.
 
@@ -123,8 +124,8 @@ class PatchEmbedding(Layer):
     def __init__(
         self,
         hidden_dim: int,
-        patch_size: Any,
-        kernel_initializer: Any = "lecun_normal",
+        patch_size: int | Sequence[int],
+        kernel_initializer: Initializer = "lecun_normal",
         interpolation: str = "bilinear",
         padding: str = "valid",
         **kwargs,
@@ -169,7 +170,7 @@ class PatchEmbedding(Layer):
             )
         return height // self.patch_size[0], width // self.patch_size[1]
 
-    def call(self, images: Any) -> Any:
+    def call(self, images: Tensor) -> Tensor:
         rows, columns = self.grid(tuple(images.shape))
         height, width = self.patch_size
         channels = images.shape[-1]
@@ -251,7 +252,7 @@ class ClassToken(Layer):
         shape = (1, 1, input_shape[-1])
         self.token = self.add_weight(name="token", shape=shape, initializer="zeros")
 
-    def call(self, tokens: Any) -> Any:
+    def call(self, tokens: Tensor) -> Tensor:
         batch = ops.shape(tokens)[0]
         token = ops.broadcast_to(self.token, (batch, 1, tokens.shape[-1]))
         return ops.concatenate([token, tokens], axis=1)

@@ -14,6 +14,7 @@ from keras_moe._checks import (
     check_one_of,
     head_size,
 )
+from keras_moe._types import Activation, DType, Tensor
 from keras_moe.layers import activations
 from keras_moe.layers._layer import Layer
 from keras_moe.layers.attention import Attention
@@ -62,7 +63,7 @@ class TokenPooling(_Pooling):
         super().__init__(**kwargs)
         self.pooling = check_one_of("pooling", pooling, TOKEN_POOLINGS)
 
-    def call(self, tokens: Any) -> Any:
+    def call(self, tokens: Tensor) -> Tensor:
         if self.pooling in ("class_token", "first"):
             return tokens[:, 0]
         if self.pooling == "patch_average":
@@ -106,7 +107,7 @@ class AttentionPooling(_Pooling):
         self,
         num_heads: int,
         mlp_dim: int,
-        activation: Any = "gelu_tanh",
+        activation: Activation = "gelu_tanh",
         layer_norm_epsilon: float = 1e-6,
         query_key_norm: bool = False,
         query_key_norm_bias: bool = False,
@@ -143,7 +144,7 @@ class AttentionPooling(_Pooling):
             dtype=self.dtype_policy,
         )
 
-    def call(self, tokens: Any, mask: Any = None) -> Any:
+    def call(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         batch, _, dim = ops.shape(tokens)
         probe = ops.broadcast_to(self.probe, (batch, 1, dim))
         x = self.attention(probe, tokens, mask=mask)
@@ -217,7 +218,12 @@ class MaskedPooling(_Pooling):
     def build(self, input_shape):
         pass
 
-    def call(self, tokens: Any, mask: Any = None, token_ids: Any = None) -> Any:
+    def call(
+        self,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+    ) -> Tensor:
         shape = tuple(tokens.shape)[:2]
         check_mask("mask", mask, shape)
         if mask is None:
@@ -284,8 +290,8 @@ def check_pooling(pooling: str | None, class_token: bool) -> str:
 
 
 def pooling_layer(
-    config: dict, pooling: str | None, query_key_norm: bool | None, dtype: Any
-) -> Any:
+    config: dict, pooling: str | None, query_key_norm: bool | None, dtype: DType | None
+) -> TokenPooling | AttentionPooling:
     """Creates the pooling layer for a backbone's arguments, unbuilt."""
     pooling = check_pooling(pooling, config.get("class_token", False))
     if pooling == "map" and "num_heads" not in config:

@@ -1,11 +1,12 @@
 """Position embeddings of image patches. Axes: B batch, N tokens, D hidden."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import keras
 import numpy as np
 
 from keras_moe._checks import check_one_of, check_pair
+from keras_moe._types import Tensor
 from keras_moe.layers._interpolation import (
     INTERPOLATIONS,
     aligned_linear_weights,
@@ -115,7 +116,7 @@ class PositionEmbedding(Layer):
 
     def __init__(
         self,
-        grid: Any,
+        grid: int | Sequence[int],
         kind: str = "learned",
         interpolation: str = "bilinear",
         **kwargs,
@@ -145,7 +146,7 @@ class PositionEmbedding(Layer):
             table = np.pad(table, ((input_shape[1] - num_patches, 0), (0, 0)))
             self.embedding = table[None]
 
-    def call(self, tokens: Any) -> Any:
+    def call(self, tokens: Tensor) -> Tensor:
         return tokens + keras.ops.cast(self.embedding, tokens.dtype)
 
     def save_own_variables(self, store):

@@ -1,13 +1,12 @@
 """Embeddings of texts. Axes: B batch, N tokens, D hidden, V vocabulary."""
 
-from typing import Any
-
 import keras
 import numpy as np
 from keras import ops
 
 from keras_moe._checks import check_bool, check_integer
 from keras_moe._freezing import KeepsFrozen
+from keras_moe._types import Tensor
 from keras_moe.layers._layer import Layer, OwnValues
 from keras_moe.ops.cost import Cost
 
@@ -116,7 +115,7 @@ class ReversibleTokenEmbedding(
         )
         self.supports_masking = True
 
-    def logit_kernel(self) -> Any:
+    def logit_kernel(self) -> Tensor:
         """The matrix (D, V) from tokens to logits."""
         if self.tie_weights:
             return ops.transpose(ops.convert_to_tensor(self.embeddings))
@@ -197,7 +196,7 @@ class TextPositions(Layer):
             initializer=keras.initializers.RandomNormal(stddev=0.01),
         )
 
-    def call(self, tokens: Any, positions: Any = None) -> Any:
+    def call(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         self._check_length(tokens.shape)
         embedding = ops.convert_to_tensor(self.embedding)
         if positions is not None:

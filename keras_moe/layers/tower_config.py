@@ -23,6 +23,7 @@ from keras_moe._checks import (
     check_positive,
     check_seed,
 )
+from keras_moe._types import Config, DType
 from keras_moe.layers import activations
 from keras_moe.layers.block import Block, MoEBlock
 from keras_moe.layers.mlp import MLP
@@ -136,7 +137,9 @@ class TowerSpec(TowerConfig):
     dtype: Any = None
 
     @classmethod
-    def of(cls, config: TowerConfig, num_tokens: int, dtype: Any) -> "TowerSpec":
+    def of(
+        cls, config: TowerConfig, num_tokens: int, dtype: DType | None
+    ) -> "TowerSpec":
         """Makes the spec from a backbone's config."""
         shared = [field.name for field in dataclasses.fields(TowerConfig)]
         values = {name: getattr(config, name) for name in shared}
@@ -304,7 +307,7 @@ INITIALIZATIONS: dict[str, Callable] = {
 }
 
 
-def check_initialization(value: Any) -> Any:
+def check_initialization(value: object) -> str | Config | None:
     """Returns the argument `initialization` as plain values."""
     if value is None or isinstance(value, str):
         return value and check_one_of("initialization", value, sorted(INITIALIZATIONS))
@@ -329,7 +332,7 @@ def check_initialization(value: Any) -> Any:
     }
 
 
-def initialization_rules(config: Any) -> dict[str, Any]:
+def initialization_rules(config: object) -> dict[str, Any]:
     """Patterns of weight paths to initializers, by a backbone's config."""
     value = getattr(config, "initialization", None)
     if not isinstance(value, str):
@@ -343,7 +346,7 @@ def initialization_rules(config: Any) -> dict[str, Any]:
         ) from None
 
 
-def warn_of_unused(config: Any, used: set[str]) -> None:
+def warn_of_unused(config: object, used: set[str]) -> None:
     """Warns of patterns of the user's own that no weight's path matched."""
     value = getattr(config, "initialization", None)
     if isinstance(value, dict) and (unused := [x for x in value if x not in used]):

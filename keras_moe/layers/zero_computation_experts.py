@@ -3,11 +3,10 @@
 Axes: B batch, N tokens, D hidden, J constant experts, Z zero-computation experts.
 """
 
-from typing import Any
-
 import keras
 from keras import ops
 
+from keras_moe._types import Tensor
 from keras_moe.layers._layer import Layer
 from keras_moe.ops._initializers import PerExpert
 from keras_moe.ops.cost import Cost
@@ -78,7 +77,7 @@ class ZeroComputationExperts(Layer):
                 initializer=keras.initializers.RandomNormal(stddev=1.0),
             )
 
-    def call(self, tokens: Any, weights: Any) -> Any:
+    def call(self, tokens: Tensor, weights: Tensor) -> Tensor:
         if weights.shape[-1] != self.num_experts:
             raise ValueError(
                 f"Expected weights of num_experts={self.num_experts}; "

@@ -3,11 +3,10 @@
 Axes: G groups, S group_size, E experts, C capacity, K experts per token, D hidden.
 """
 
-from typing import Any
-
 import keras
 from keras import ops
 
+from keras_moe._types import Tensor
 from keras_moe.ops._primitives import vmap_groups
 from keras_moe.ops.expert_choice import NORMALIZATIONS, expert_choice
 from keras_moe.ops.plans import SlotPlan
@@ -60,7 +59,9 @@ class ExpertChoiceRouter(SparseRouter):
         limits = super().limits(training)
         return super().limits(True) if limits == (None, None) else limits
 
-    def group_capacity(self, num_tokens: Any, training: bool | None) -> Any:
+    def group_capacity(
+        self, num_tokens: int | Tensor, training: bool | None
+    ) -> int | Tensor | None:
         """The capacity C for groups of `num_tokens` tokens, at most `num_tokens`."""
         capacity = super().group_capacity(num_tokens, training)
         # An expert cannot select a token twice.

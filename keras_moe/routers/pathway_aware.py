@@ -14,6 +14,7 @@ from keras_moe._checks import (
     check_one_of,
     check_positive,
 )
+from keras_moe._types import Tensor
 from keras_moe.ops.capacity import heterogeneous_capacity
 from keras_moe.ops.expert_types import ExpertTypes, expert_types
 from keras_moe.ops.plans import HeterogeneousPlan
@@ -151,10 +152,10 @@ class PathwayAwareRouter(TokenChoiceRouter):
 
     def call(
         self,
-        tokens: Any,
-        mask: Any = None,
-        modality_ids: Any = None,
-        previous_logits: Any = None,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        modality_ids: Tensor | None = None,
+        previous_logits: Tensor | None = None,
         training: bool | None = None,
     ) -> tuple[Any, Any]:
         self.check_previous_logits(previous_logits, tokens)
@@ -165,12 +166,12 @@ class PathwayAwareRouter(TokenChoiceRouter):
         mask = both_masks(mask, self.known_tokens(modality_ids))
         return self.route(logits, None, mask, training, modality_ids)
 
-    def logits(self, tokens: Any, modality_ids: Any = None) -> Any:
+    def logits(self, tokens: Tensor, modality_ids: Tensor | None = None) -> Tensor:
         if self.gate_hidden_dim is not None:
             tokens = ops.tanh(ops.matmul(tokens, self.hidden_kernel))
         return ops.matmul(tokens, self.kernel)
 
-    def scale_logits(self, logits: Any) -> Any:
+    def scale_logits(self, logits: Tensor) -> Tensor:
         if self.logits_norm_std is None:
             return logits
         centred = logits - ops.mean(logits, axis=-1, keepdims=True)
@@ -192,7 +193,9 @@ class PathwayAwareRouter(TokenChoiceRouter):
         priority = self.served_by(affinity, modality_ids, training)
         return self.choose(affinity, gates, mask, capacity, priority, **arguments)
 
-    def capacities(self, num_tokens: Any, training: bool | None) -> tuple[Any, Any]:
+    def capacities(
+        self, num_tokens: int | Tensor, training: bool | None
+    ) -> tuple[Any, Any]:
         """Capacities of an FFN and a zero-computation expert (equation 8)."""
         if self.serves_every_token(training):
             return None, None
@@ -206,7 +209,9 @@ class PathwayAwareRouter(TokenChoiceRouter):
             multiple_of=self.multiple_of(training),
         )
 
-    def group_capacity(self, num_tokens: Any, training: bool | None) -> Any:
+    def group_capacity(
+        self, num_tokens: int | Tensor, training: bool | None
+    ) -> int | Tensor | None:
         return self.capacities(num_tokens, training)[0]
 
     @property

@@ -3,8 +3,6 @@
 Axes: G groups (images), S tokens of an image, E experts, C slots per expert, D hidden.
 """
 
-from typing import Any
-
 import keras
 from keras import ops
 
@@ -14,6 +12,7 @@ from keras_moe._checks import (
     check_one_of,
     check_positive,
 )
+from keras_moe._types import Tensor
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.plans import Routing, SoftPlan
@@ -120,9 +119,9 @@ class SoftRouter(Router):
 
     def call(
         self,
-        tokens: Any,
-        mask: Any = None,
-        modality_ids: Any = None,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        modality_ids: Tensor | None = None,
         training: bool | None = None,
     ) -> tuple[SoftPlan, Routing]:
         if modality_ids is not None:
