@@ -23,7 +23,7 @@ from keras_moe._compat import (
     passes_arguments,
 )
 from keras_moe._freezing import KeepsFrozen
-from keras_moe._types import Tensor
+from keras_moe._types import Initializer, Tensor
 from keras_moe.layers import activations
 from keras_moe.ops._initializers import PathInitializer
 from keras_moe.ops._nn import linear
@@ -31,7 +31,7 @@ from keras_moe.ops._primitives import remat
 from keras_moe.ops.cost import Cost, under
 
 
-class OwnValues:
+class OwnValues(keras.layers.Layer):
     """Mixin of Keras layers whose weights start by their paths."""
 
     def add_weight(self, shape=None, initializer=None, *args, **kwargs):
@@ -104,7 +104,8 @@ def inner_call(
     if keras.backend.backend() != "torch" or not _is_all(layer, x, kwargs):
         return layer(x, *args, **kwargs)
     if layer.autocast:
-        x, *args = (_cast(layer, value) for value in (x, *args))
+        x = _cast(layer, x)
+        args = tuple(_cast(layer, value) for value in args)
         kwargs = {name: _cast(layer, value) for name, value in kwargs.items()}
     # Mixed precision reads variables in the layer's dtype.
     if get_autocast_scope() is None and layer.compute_dtype == layer.variable_dtype:
@@ -157,6 +158,28 @@ def fused_bias(layer: keras.layers.Layer) -> keras.layers.Layer:
     return layer
 
 
+def projection(
+    owner: keras.layers.Layer,
+    kind: Callable[..., keras.layers.Layer],
+    name: str,
+    *args: object,
+    kernel: Initializer,
+    bias: Initializer,
+    **kwargs: object,
+) -> Any:
+    """Returns an unbuilt dense layer of `kind`, which starts by its path in `owner`."""
+    path = f"{owner.path}/{name}"
+    layer = kind(
+        *args,
+        kernel_initializer=PathInitializer(kernel, f"{path}/kernel"),
+        bias_initializer=PathInitializer(bias, f"{path}/bias"),
+        dtype=owner.dtype_policy,
+        name=name,
+        **kwargs,
+    )
+    return fused_bias(layer)
+
+
 def _call(layer, inputs, training=None):
     kernel, bias = layer.kernel, layer.bias
     if bias is None:
@@ -180,7 +203,8 @@ def rematerialized(
         # Seeds and statistics are copied, because PyTorch changes them in place.
         values = [v.value * 1 if id(v) in state else v.value for v in weights]
         values += [v.value * 1 for v in seeds]
-    structure, num_inputs = {}, len(inputs)
+    structure: dict[str, Any] = {}
+    num_inputs = len(inputs)
 
     def region(*arguments):
         inputs, values = arguments[:num_inputs], arguments[num_inputs:]
@@ -204,7 +228,7 @@ def rematerialized(
             # As floats, because not every backend can return integers. Only the second
             # half of a seed changes, which counts the draws.
             "draws": [
-                ops.cast(scope.get_current_value(v)[1] - v0[1], "float32")
+                ops.cast(scope.get_current_value(v)[1] - v0[1], "float32")  # pyright: ignore[reportOptionalSubscript]
                 for v, v0 in zip(seeds, values[len(weights) :])
             ],
         }

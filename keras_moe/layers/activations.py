@@ -1,6 +1,7 @@
 """Activations by name, including some that Keras lacks."""
 
 from collections.abc import Callable
+from typing import Any
 
 import keras
 
@@ -80,7 +81,7 @@ def get(identifier: Activation) -> Callable:
     return activation
 
 
-def serialize(activation: Callable) -> str | Config:
+def serialize(activation: Callable) -> Any:
     """Returns the name or config from which `get` restores the activation."""
     for name, function in _NAMED.items():
         if activation is function:

@@ -23,12 +23,11 @@ from keras_moe._types import Config, Initializer, Tensor
 from keras_moe.layers._layer import (
     Layer,
     dropped_out,
-    fused_bias,
     inner_call,
     layer_argument,
+    projection,
 )
 from keras_moe.layers.normalization import NORMS, norm_layer
-from keras_moe.ops._initializers import PathInitializer
 from keras_moe.ops._nn import attend, attend_reference, has_float16_attention
 from keras_moe.ops.cost import Cost, under
 
@@ -220,20 +219,18 @@ class Attention(Layer):
             self.key_norm.build((None, None, *shared))
 
     def _dense(self, name, equation, bias_axes, inputs, outputs):
-        path = f"{self.path}/{name}"
-        # With a seed of its own, an initializer would give its own values again.
-        kernel = self.kernel_initializer.clone()
-        dense = keras.layers.EinsumDense(
+        dense = projection(
+            self,
+            keras.layers.EinsumDense,
+            name,
             equation,
             output_shape=(None, *outputs),
             bias_axes=bias_axes if self.use_bias else None,
-            kernel_initializer=PathInitializer(kernel, f"{path}/kernel"),
-            bias_initializer=PathInitializer("zeros", f"{path}/bias"),
-            dtype=self.dtype_policy,
-            name=name,
+            kernel=self.kernel_initializer.clone(),
+            bias="zeros",
         )
         dense.supports_masking = True
-        fused_bias(dense).build((None, None, *inputs))
+        dense.build((None, None, *inputs))
         return dense
 
     def call(
@@ -320,7 +317,7 @@ class Attention(Layer):
         """The shape of the cached keys, and of the values."""
         return (batch_size, length, self.num_key_value_heads, self.key_dim)
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         num_tokens, dim = shape
         shapes = {}
         for name in ("query", "key", "value"):
@@ -337,7 +334,7 @@ class Attention(Layer):
                 shapes.update(under(norm.name, in_head))
         return shapes
 
-    def cost(self, shape: tuple[int, int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         num_tokens, dim = shape
         heads = 2 * self.num_heads + 2 * self.num_key_value_heads
         flops = 2 * num_tokens * dim * heads * self.key_dim

@@ -35,8 +35,6 @@ class LayerScale(Layer):
         initial_value: initial value of all factors: 1e-5 in timm, 1.0 in DINOv2.
         **kwargs: arguments of `keras.layers.Layer`.
 
-    Output shape: (..., D), like the input.
-
     Reference: *Going deeper with Image Transformers*, equation 4.
 
     Example:
@@ -96,8 +94,6 @@ class Block(Layer):
         mixer_arguments: dict of further arguments of the token mixer. With a `"cache"`
             the mixer's new cache is the block's last output.
         training: whether dropout and stochastic depth apply.
-
-    Output shape: (B, N, D).
 
     Reference: *An Image is Worth 16x16 Words*, equations 2 and 3; *MLP-Mixer*, equation
     1; *Deep Networks with Stochastic Depth*.

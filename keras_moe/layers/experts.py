@@ -28,7 +28,7 @@ from keras_moe.ops.cost import Cost
 from keras_moe.ops.grouped import grouped_matmul, grouped_mlp, row_experts
 
 
-def with_layout(x: Tensor, path: str) -> Tensor:
+def with_layout(x: Any, path: str) -> Any:
     """Applies the distribution's layout for `path` to `x` if it divides evenly."""
     distribution = keras.distribution.distribution()
     layout = None if distribution is None else distribution.get_tensor_layout(path)
@@ -65,8 +65,6 @@ class Experts(Layer):
         inputs: slots (G, E, C, D), or rows (R, D) sorted by expert.
         group_sizes: int32 (E,), rows per expert, the rest is padding; None for slots.
         training: whether dropout applies.
-
-    Output shape: Same as `inputs`.
 
     Reference: *Routers in Vision Mixture of Experts*, equation 1; *GLU Variants Improve
     Transformer*, for gated experts.
@@ -212,7 +210,7 @@ class Experts(Layer):
         self._check(inputs, group_sizes)
         return keras.KerasTensor(inputs.shape, self.compute_dtype)
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         _, dim = shape
         sizes = dict.fromkeys(self.linear_names, (dim, self.mlp_dim))
         sizes["output"] = (self.mlp_dim, dim)
@@ -223,7 +221,7 @@ class Experts(Layer):
                 shapes[f"{name}_bias"] = (self.num_experts, outputs)
         return shapes
 
-    def cost(self, shape: tuple[int, int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         num_rows, dim = shape
         weights = Cost.all_active(self.weight_shapes(shape))
         return Cost(
@@ -389,7 +387,7 @@ class Experts(Layer):
 def assign_stored(variable: keras.Variable, store: Mapping[str, Any], key: str) -> None:
     """Assigns a stored array to a weight with as few copies as possible."""
     dataset = stored_dataset(store, key)
-    if not _is_like(dataset, variable):
+    if dataset is None or not _is_like(dataset, variable):
         variable.assign(store[key])
         return
     memory = host_memory.memory_of(variable)
@@ -404,8 +402,7 @@ def assign_stored(variable: keras.Variable, store: Mapping[str, Any], key: str) 
 def _is_like(dataset, variable):
     """Whether the stored bytes can be read straight into the weight."""
     return (
-        dataset is not None
-        and dataset.size > 0
+        dataset.size > 0
         and tuple(dataset.shape) == tuple(variable.shape)
         and dataset.dtype.isnative
         and dataset.dtype.name == variable.dtype

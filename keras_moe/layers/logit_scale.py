@@ -80,7 +80,7 @@ class LogitScale(Layer):
             constraint=constraint,
         )
 
-    def call(self, embeddings: Structure) -> Structure:
+    def call(self, embeddings: Structure) -> Any:
         return keras.tree.map_structure(unit_vectors, embeddings)
 
     @property

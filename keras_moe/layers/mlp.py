@@ -6,8 +6,7 @@ from keras import ops
 from keras_moe._checks import check_bool, check_dropout, check_integer, check_seed
 from keras_moe._types import Activation, Tensor
 from keras_moe.layers import activations
-from keras_moe.layers._layer import Layer, dropped_out, fused_bias, inner_call
-from keras_moe.ops._initializers import PathInitializer
+from keras_moe.layers._layer import Layer, dropped_out, inner_call, projection
 from keras_moe.ops.cost import Cost
 
 
@@ -25,8 +24,6 @@ class MLP(Layer):
         gated: whether a second layer of size H gates the first.
         use_bias: whether the dense layers have biases.
         **kwargs: arguments of `keras.layers.Layer`.
-
-    Output shape: (..., D), like the input.
 
     Reference: *GLU Variants Improve Transformer*, for gated layers.
 
@@ -63,16 +60,15 @@ class MLP(Layer):
         small = keras.initializers.RandomNormal(stddev=1e-6)
 
         def dense(units, name):
-            path = f"{self.path}/{name}"
-            layer = keras.layers.Dense(
+            return projection(
+                self,
+                keras.layers.Dense,
+                name,
                 units,
                 use_bias=self.use_bias,
-                kernel_initializer=PathInitializer("glorot_uniform", f"{path}/kernel"),
-                bias_initializer=PathInitializer(small, f"{path}/bias"),
-                dtype=self.dtype_policy,
-                name=name,
+                kernel="glorot_uniform",
+                bias=small,
             )
-            return fused_bias(layer)
 
         self.hidden = dense(self.mlp_dim, "hidden")
         self.hidden.build(input_shape)
@@ -92,7 +88,7 @@ class MLP(Layer):
         x = inner_call(self.output_dense, x)
         return dropped_out(self.dropout_layer, x, training)
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         _, dim = shape
         sizes = {"hidden": (dim, self.mlp_dim), "output": (self.mlp_dim, dim)}
         if self.gated:
@@ -104,7 +100,7 @@ class MLP(Layer):
                 shapes[f"{name}/bias"] = (units,)
         return shapes
 
-    def cost(self, shape: tuple[int, int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         num_tokens, dim = shape
         flops = (6 if self.gated else 4) * num_tokens * dim * self.mlp_dim
         return Cost.all_active(self.weight_shapes(shape), flops)
@@ -119,8 +115,6 @@ class TokenMLP(MLP):
     Args:
         mlp_dim: H, hidden size.
         **kwargs: arguments of `MLP`.
-
-    Output shape: (B, N, D), like the input.
 
     Reference: *MLP-Mixer: An all-MLP Architecture for Vision*, equation 1.
 
@@ -141,7 +135,7 @@ class TokenMLP(MLP):
         x = ops.transpose(tokens, (0, 2, 1))
         return ops.transpose(super().call(x, training=training), (0, 2, 1))
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return super().weight_shapes(shape[::-1])
 
 

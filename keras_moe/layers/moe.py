@@ -7,7 +7,7 @@ hidden.
 from typing import Any
 
 import keras
-from keras import ops, tree
+from keras import ops
 
 from keras_moe import losses, routers
 from keras_moe._checks import (
@@ -186,9 +186,8 @@ class MoE(Layer):
             )
         if by_example:
             return outputs, routing
-        return tree.map_structure(
-            lambda x: self._ungroup(x, tokens), (outputs, routing)
-        )
+        routing = Routing(*(self._ungroup(x, tokens) for x in routing))
+        return self._ungroup(outputs, tokens), routing
 
     def _residual(self, tokens, previous_logits, mask):
         """Checks `previous_logits` and returns them as arguments of the router."""
@@ -259,7 +258,7 @@ class MoE(Layer):
         parts = (self.router, self.experts, self.zero_computation_experts)
         return {part: shape for part in parts if part is not None}
 
-    def cost(self, shape: tuple[int, int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         num_tokens, dim = shape
         router, in_place = self.router, self.zero_computation_experts
         competing = self._competing(num_tokens)

@@ -59,6 +59,7 @@ _BLOCK_ARGUMENTS = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtureConfig:
     """Base class of `MoEConfig` and `MuMoEConfig`."""
 
@@ -528,7 +529,7 @@ def resolve_moe_layers(
             indices = range(1, num_layers, 2)
             indices = indices[-count:] if count <= len(indices) else ()
     else:
-        indices = sorted(plain_moe_layers(moe_layers))
+        indices = sorted(_indices(moe_layers))
     if not indices or len({*indices}) < len(indices) or indices[-1] >= num_layers:
         raise ValueError(
             f"Expected moe_layers to be different indices below {num_layers}, "
@@ -542,6 +543,10 @@ def plain_moe_layers(moe_layers: str | Iterable[int] | None) -> str | list[int] 
     """Returns indices in `moe_layers` as a list of ints, after checking them."""
     if moe_layers is None or isinstance(moe_layers, str):
         return moe_layers
+    return _indices(moe_layers)
+
+
+def _indices(moe_layers):
     if not isinstance(moe_layers, Iterable):
         raise ValueError(
             "Expected moe_layers to be None, indices, 'every_n' or 'last_n'; "

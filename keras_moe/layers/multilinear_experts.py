@@ -30,7 +30,7 @@ from keras_moe.ops.expert_types import ExpertTypes
 from keras_moe.ops.plans import Routing
 
 # A rank for each mode, as a number or a fraction of the input size.
-Rank: TypeAlias = int | float | str | Sequence[int | float] | None
+Rank: TypeAlias = "int | float | str | Sequence[Rank] | None"
 NORMALIZATIONS = ("batch", "layer", None)
 _EPSILON = 1e-5
 _MOMENTUM = 0.9
@@ -203,13 +203,13 @@ class ExpertCoefficients(Layer):
         """Columns of the experts in the routing record, which are all."""
         return tuple(range(self.expert_types.ffn))
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return {
             f"kernel_{level}": (shape[-1], count)
             for level, count in enumerate(self.num_experts)
         }
 
-    def cost(self, shape: tuple[int, int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         num_tokens, dim = shape
         flops = 2 * num_tokens * dim * sum(self.num_experts)
         return Cost.all_active(self.weight_shapes(shape), flops)
@@ -407,7 +407,7 @@ class MultilinearExperts(Layer):
         shape = (*inputs.shape[:-1], self.units)
         return keras.KerasTensor(shape, self.compute_dtype)
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         if self.factorization is None:
             names = ["tensor"]
         else:
@@ -417,7 +417,7 @@ class MultilinearExperts(Layer):
         # Only Tucker has a core.
         return dict(zip(names, self.tensor_spec(shape[-1]).factor_shapes))
 
-    def cost(self, shape: tuple[int, int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         num_tokens, dim = shape
         flops = 2 * num_tokens * self.tensor_spec(dim).multiply_adds
         return Cost.all_active(self.weight_shapes(shape), flops)
@@ -433,11 +433,11 @@ class ExpertMode(keras.initializers.Initializer):
     def __call__(self, shape, dtype=None):
         return PathInitializer(self)(shape, dtype)
 
-    def host_values(self, shape: tuple[int, ...], stream: str) -> np.ndarray:
+    def host_values(self, shape: tuple[int, ...], stream: str) -> np.ndarray | None:
         """The values of a stream, as `keras_moe.ops._initializers` draws them."""
         noise = keras.initializers.RandomNormal(1.0, self.sigma)
         values = host_values(noise, shape, stream)
-        if len(shape) > 2:
+        if len(shape) > 2 and values is not None:
             values *= np.eye(shape[0], shape[2], dtype="float32")[:, None]
         return values
 
@@ -475,7 +475,7 @@ def resolved_rank(rank: Rank, inputs: int) -> Rank:
     return max(int(rank * inputs), 1) if isinstance(rank, float) else rank
 
 
-def dense_parameters(shape: tuple[int, int]) -> int:
+def dense_parameters(shape: tuple) -> int:
     """Number of parameters of a dense layer (inputs, units) with bias."""
     return (shape[0] + 1) * shape[1]
 

@@ -74,7 +74,7 @@ class MuMoEBase(Layer):
         """Inputs and units of each layer of experts by name, for inputs of size I."""
         raise NotImplementedError
 
-    def unbuilt_experts(self, shape: tuple[int, int]) -> dict:
+    def unbuilt_experts(self, shape: tuple) -> dict:
         """Dict from unbuilt layers of experts to the shapes of their inputs."""
         num_rows, dim = shape
         sizes, rank = self.sizes(dim), self.rank

@@ -37,6 +37,7 @@ def _normalize(x, gamma, beta, epsilon, once=False):
         return normed * gamma + beta, (normed, scale, gamma)
 
     def backward(residuals, upstream):
+        # dx = s (g - mean(g) - y mean(g y)) with g = gamma dy, s = 1 / sqrt(var + eps).
         normed, scale, gamma = residuals
         inner = upstream * gamma
         mean = ops.mean(inner, axis=-1, keepdims=True)
@@ -71,8 +72,6 @@ class LayerNorm(_Norm):
         epsilon: added to the variance; 1e-6 in ViTs.
         center: whether there is a learned offset, `beta`.
         **kwargs: arguments of `keras.layers.Layer`.
-
-    Output shape: (..., D), like the input, in the compute dtype.
 
     Example:
 
@@ -110,7 +109,7 @@ class LayerNorm(_Norm):
         outputs = _normalize(x, gamma, beta, self.epsilon, once)
         return ops.cast(outputs, self.compute_dtype)
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         names = ("gamma", "beta") if self.center else ("gamma",)
         return dict.fromkeys(names, (shape[-1],))
 
@@ -122,8 +121,6 @@ class RMSNorm(_Norm):
     Args:
         epsilon: added to the mean square; 1e-6 in LLaMA.
         **kwargs: arguments of `keras.layers.Layer`.
-
-    Output shape: (..., D), like the input, in the compute dtype.
 
     Reference: *Root Mean Square Layer Normalization*.
 
@@ -148,7 +145,7 @@ class RMSNorm(_Norm):
         )
         return ops.cast(outputs, self.compute_dtype)
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return {"scale": (shape[-1],)}
 
 

@@ -214,13 +214,13 @@ class PatchEmbedding(Layer):
         rows, columns = self.grid(input_shape)
         return (input_shape[0], rows * columns, self.hidden_dim)
 
-    def weight_shapes(self, shape: tuple[int, int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return {
             "kernel": (*self.patch_size, shape[-1], self.hidden_dim),
             "bias": (self.hidden_dim,),
         }
 
-    def cost(self, shape: tuple[int, int, int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         shapes = self.weight_shapes(shape)
         rows, columns = self.grid(shape)
         flops = 2 * rows * columns * math.prod(shapes["kernel"])
@@ -261,5 +261,5 @@ class ClassToken(Layer):
         batch, num_tokens, dim = input_shape
         return (batch, None if num_tokens is None else num_tokens + 1, dim)
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return {"token": (1, 1, shape[-1])}

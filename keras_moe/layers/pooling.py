@@ -14,7 +14,7 @@ from keras_moe._checks import (
     check_one_of,
     head_size,
 )
-from keras_moe._types import Activation, DType, Tensor
+from keras_moe._types import Activation, Config, DType, Tensor
 from keras_moe.layers import activations
 from keras_moe.layers._layer import Layer
 from keras_moe.layers.attention import Attention
@@ -154,10 +154,10 @@ class AttentionPooling(_Pooling):
     def parts(self, shape: tuple) -> dict[Any, tuple]:
         return dict.fromkeys((self._attention(shape[-1]), self.norm, self.mlp), shape)
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return {"probe": (1, 1, shape[-1]), **super().weight_shapes(shape)}
 
-    def cost(self, shape: tuple[int, int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         num_tokens, dim = shape
         # Query and output projections of the probe, key and value of all tokens.
         flops = 4 * (num_tokens + 1) * dim * dim + 4 * num_tokens * dim
@@ -290,7 +290,10 @@ def check_pooling(pooling: str | None, class_token: bool) -> str:
 
 
 def pooling_layer(
-    config: dict, pooling: str | None, query_key_norm: bool | None, dtype: DType | None
+    config: Config,
+    pooling: str | None,
+    query_key_norm: bool | None,
+    dtype: DType | None,
 ) -> TokenPooling | AttentionPooling:
     """Creates the pooling layer for a backbone's arguments, unbuilt."""
     pooling = check_pooling(pooling, config.get("class_token", False))
@@ -306,15 +309,16 @@ def pooling_layer(
         )
     if pooling != "map":
         return TokenPooling(pooling, dtype=dtype, name="pooler")
-    if query_key_norm is None:
-        query_key_norm = config.get("query_key_norm", False)
+    normalizes = config.get("query_key_norm", False)
+    if query_key_norm is not None:
+        normalizes = query_key_norm
     return AttentionPooling(
         config["num_heads"],
         config["mlp_dim"],
         activation=config["activation"],
         layer_norm_epsilon=config["layer_norm_epsilon"],
-        query_key_norm=query_key_norm,
-        query_key_norm_bias=query_key_norm and config.get("query_key_norm_bias", False),
+        query_key_norm=normalizes,
+        query_key_norm_bias=normalizes and config.get("query_key_norm_bias", False),
         dtype=dtype,
         name="pooler",
     )

@@ -158,7 +158,7 @@ class PositionEmbedding(Layer):
     def load_own_variables(self, store):
         if self.kind != "learned":
             return super().load_own_variables(store)
-        old_grid = tuple(int(size) for size in np.array(store["grid"]))
+        old_grid = check_pair("grid", np.array(store["grid"]).tolist())
         extra = self.embedding.shape[1] - self.grid[0] * self.grid[1]
         expected = (1, old_grid[0] * old_grid[1] + extra, self.embedding.shape[2])
         # Checked before reading: a file may declare a table of any size.
@@ -170,7 +170,7 @@ class PositionEmbedding(Layer):
         value = np.array(store["0"])
         if old_grid != self.grid:
             value = resize_positions(value, old_grid, self.grid, self.interpolation)
-        self.embedding.assign(value)
+        self.embedding.assign(value)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return {"embedding": (1, *shape)} if self.kind == "learned" else {}

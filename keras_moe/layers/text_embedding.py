@@ -24,8 +24,6 @@ class TokenEmbedding(OwnValues, KeepsFrozen, keras.layers.Embedding):
 
     Input shape: (B, N), integers from 0 to V - 1.
 
-    Output shape: (B, N, D).
-
     Reference: *Learning Transferable Visual Models From Natural Language Supervision*,
     section 2.4.
 
@@ -58,10 +56,10 @@ class TokenEmbedding(OwnValues, KeepsFrozen, keras.layers.Embedding):
         """D."""
         return self.output_dim
 
-    def weight_shapes(self, shape: tuple[int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return {"embeddings": (self.vocabulary_size, self.hidden_dim)}
 
-    def cost(self, shape: tuple[int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         return Cost.all_active(self.weight_shapes(shape))
 
     def quantize(self, mode=None, type_check=True, config=None):
@@ -110,7 +108,7 @@ class ReversibleTokenEmbedding(
             check_integer("vocabulary_size", vocabulary_size),
             check_integer("hidden_dim", hidden_dim),
             tie_weights=check_bool("tied", tied),
-            embeddings_initializer=keras.initializers.RandomNormal(stddev=0.02),
+            embeddings_initializer=keras.initializers.RandomNormal(stddev=0.02),  # pyright: ignore[reportArgumentType]
             **kwargs,
         )
         self.supports_masking = True
@@ -135,13 +133,13 @@ class ReversibleTokenEmbedding(
             )
         super().load_own_variables(store)
 
-    def weight_shapes(self, shape: tuple[int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         shapes = {"embeddings": (self.input_dim, self.output_dim)}
         if not self.tie_weights:
             shapes["reverse_embeddings"] = (self.output_dim, self.input_dim)
         return shapes
 
-    def cost(self, shape: tuple[int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         return Cost.all_active(self.weight_shapes(shape))
 
     def get_config(self):
@@ -168,8 +166,6 @@ class TextPositions(Layer):
     Call arguments:
         tokens: (B, N, D).
         positions: integers (B, N); None for 0 to N - 1.
-
-    Output shape: (B, N, D), like the input; N is at most `max_length`.
 
     Reference: *Learning Transferable Visual Models From Natural Language Supervision*,
     section 2.4.
@@ -229,5 +225,5 @@ class TextPositions(Layer):
             )
         self.embedding.assign(np.array(store["0"][:, : self.max_length]))
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return {"embedding": (1, self.max_length, shape[-1])}

@@ -31,8 +31,6 @@ class ZeroComputationExperts(Layer):
         tokens: (B, N, D).
         weights: float32 (B, N, Z), in the order zero, copy, constant.
 
-    Output shape: (B, N, D).
-
     Reference: *MoE++*, equations 3 to 5.
 
     Example:
@@ -101,7 +99,7 @@ class ZeroComputationExperts(Layer):
         token_weight = ops.cast(token_weight, self.compute_dtype)
         return token_weight * tokens + ops.matmul(vector_weights, vector)
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         _, dim = shape
         if not self.constant_experts:
             return {}
@@ -110,7 +108,7 @@ class ZeroComputationExperts(Layer):
             "vector": (self.constant_experts, dim),
         }
 
-    def cost(self, shape: tuple[int, int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         num_assignments, dim = shape
         share = self.constant_experts / self.num_experts
         weights = Cost.all_active(self.weight_shapes(shape))

@@ -20,7 +20,7 @@ from keras_moe.routers.token_choice import TokenChoiceRouter
 METHODS = ("router_drop", "router_pred", "router_pred_skip")
 
 
-class _Pruned:
+class _Pruned(TokenChoiceRouter):
     """Token choice among the experts that pruning has kept.
 
     Routing records keep all E experts. With `removed`, only kept FFN experts have
@@ -85,7 +85,7 @@ class _Pruned:
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class PrunedTokenChoiceRouter(_Pruned, TokenChoiceRouter):
+class PrunedTokenChoiceRouter(_Pruned):
     """Pruned token choice, whose capacity C = S K c / E counts only kept experts.
 
     With `"router_pred_skip"` it counts all.

@@ -3,6 +3,8 @@
 Axes: G groups, S group_size, E experts, C capacity, K experts per token, D hidden.
 """
 
+from typing import Any
+
 import keras
 from keras import ops
 
@@ -59,9 +61,7 @@ class ExpertChoiceRouter(SparseRouter):
         limits = super().limits(training)
         return super().limits(True) if limits == (None, None) else limits
 
-    def group_capacity(
-        self, num_tokens: int | Tensor, training: bool | None
-    ) -> int | Tensor | None:
+    def group_capacity(self, num_tokens: int | Tensor, training: bool | None) -> Any:
         """The capacity C for groups of `num_tokens` tokens, at most `num_tokens`."""
         capacity = super().group_capacity(num_tokens, training)
         # An expert cannot select a token twice.

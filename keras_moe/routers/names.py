@@ -92,9 +92,8 @@ def get(
     >>> type(router).__name__, type(router.affinity).__name__
     ('ExpertChoiceRouter', 'SinkhornAffinity')
     """
-    types = num_experts
-    if not isinstance(num_experts, ExpertTypes):
-        types = ExpertTypes(num_experts)
+    is_typed = isinstance(num_experts, ExpertTypes)
+    types = num_experts if is_typed else ExpertTypes(num_experts)
     name, own = split_router(router)
     has_residual = "gating_residual" in arguments
     cls, named = class_for_types(name, types, has_residual)

@@ -197,21 +197,20 @@ class PathwayAwareRouter(TokenChoiceRouter):
         self, num_tokens: int | Tensor, training: bool | None
     ) -> tuple[Any, Any]:
         """Capacities of an FFN and a zero-computation expert (equation 8)."""
-        if self.serves_every_token(training):
+        factor, _ = self.limits(training)
+        if factor is None:
             return None, None
         return heterogeneous_capacity(
             num_tokens,
             self.balanced_types,
             self.tau,
-            self.limits(training)[0],
+            factor,
             self.num_selected_experts,
             rounding=self.capacity_rounding,
             multiple_of=self.multiple_of(training),
         )
 
-    def group_capacity(
-        self, num_tokens: int | Tensor, training: bool | None
-    ) -> int | Tensor | None:
+    def group_capacity(self, num_tokens: int | Tensor, training: bool | None) -> Any:
         return self.capacities(num_tokens, training)[0]
 
     @property
@@ -228,7 +227,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
         balanced = self.num_selected_experts * self.ffn_share
         return min(balanced, self.balanced_types.ffn)
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         hidden = self.gate_hidden_dim
         shapes = {"kernel": (hidden or shape[-1], self.num_experts)}
         if hidden is not None:

@@ -157,10 +157,10 @@ class Router(KeepsFrozen, keras.layers.Layer):
         """Average number of experts per token, in groups of `num_tokens`."""
         raise NotImplementedError
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         raise NotImplementedError
 
-    def cost(self, shape: tuple[int, int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         weights = Cost.all_active(self.weight_shapes(shape))
         # One multiply-add per weight and token.
         return weights._replace(flops=2 * shape[0] * weights.parameters)

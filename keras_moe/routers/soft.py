@@ -97,7 +97,7 @@ class SoftRouter(Router):
             return self.slots_per_expert
         if self.built:
             return self.slots.shape[-1]
-        if num_tokens is None:
+        if num_tokens is None or self.capacity_factor is None:
             raise ValueError(
                 "Expected a known number of tokens, on which the slots depend; "
                 "received: num_tokens=None, "
@@ -180,14 +180,15 @@ class SoftRouter(Router):
             return f"soft, c={self._selected * self.capacity_factor:g}"
         return f"soft, C={self.slots_per_expert}"
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         num_tokens, dim = shape
-        shapes = {"slots": (dim, self.num_experts, self.group_capacity(num_tokens))}
+        slots = (dim, self.num_experts, self.group_capacity(num_tokens))
+        shapes: dict[str, tuple] = {"slots": slots}
         if self.normalize:
             shapes["scale"] = ()
         return shapes
 
-    def cost(self, shape: tuple[int, int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         num_tokens, dim = shape
         # Logits, dispatch and combine.
         flops = 6 * num_tokens * dim * self.total_slots(num_tokens)

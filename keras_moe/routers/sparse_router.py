@@ -78,7 +78,7 @@ class SparseRouter(Router):
     """
 
     # The side that chooses: "token" or "expert".
-    side = None
+    side: str
     normalizations = (None,)
 
     def __init__(
@@ -213,7 +213,7 @@ class SparseRouter(Router):
         """
         if self.num_modalities is None:
             return ops.matmul(tokens, self.kernel)
-        logits = 0.0
+        logits: Any = 0.0
         for modality in range(self.num_modalities):
             own = ops.matmul(tokens, self.kernel[modality])
             is_own = ops.expand_dims(ops.equal(modality_ids, modality), -1)
@@ -223,7 +223,7 @@ class SparseRouter(Router):
     def _allowed_experts(self, modality_ids, known):
         """Mask (G, S, E) of the experts that each token may use."""
         allowed = ops.expand_dims(ops.logical_not(known), -1)
-        for modality, pool in enumerate(self.expert_pools):
+        for modality, pool in enumerate(self.expert_pools or ()):
             in_pool = [expert in pool for expert in range(self.num_experts)]
             is_own = ops.expand_dims(ops.equal(modality_ids, modality), -1)
             own = ops.logical_and(is_own, ops.convert_to_tensor(in_pool, "bool"))
@@ -308,9 +308,7 @@ class SparseRouter(Router):
             return self.capacity_factor, self.capacity
         return own
 
-    def group_capacity(
-        self, num_tokens: int | Tensor, training: bool | None
-    ) -> int | Tensor | None:
+    def group_capacity(self, num_tokens: int | Tensor, training: bool | None) -> Any:
         """The capacity C for groups of `num_tokens`; None if unlimited."""
         factor, capacity = self.limits(training)
         if factor is None:
@@ -342,7 +340,7 @@ class SparseRouter(Router):
             multiple_of=multiple_of,
         )
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         kernel = (shape[-1], self.num_experts)
         if self.num_modalities:
             kernel = (self.num_modalities, *kernel)

@@ -185,7 +185,7 @@ class TokenChoiceRouter(SparseRouter):
         mask: Tensor | None,
         capacity: int | Tensor | None,
         priority: str | Tensor,
-        **arguments: object,
+        **arguments: Any,
     ) -> Any:
         """The token choice plan; dropless if `capacity` is None."""
         if capacity is None:
