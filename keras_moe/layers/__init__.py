@@ -3,7 +3,7 @@
 from keras_moe.layers.activations import gelu_tanh, quick_gelu
 from keras_moe.layers.attention import Attention, CausalMask
 from keras_moe.layers.block import Block, LayerScale, MoEBlock
-from keras_moe.layers.experts import Experts
+from keras_moe.layers.experts import Experts, ZeroComputationExperts
 from keras_moe.layers.logit_scale import LogitScale
 from keras_moe.layers.mlp import MLP, TokenMLP
 from keras_moe.layers.moe import MoE
@@ -34,7 +34,6 @@ from keras_moe.layers.text_embedding import (
     TokenEmbedding,
 )
 from keras_moe.layers.tower_config import TowerConfig, TowerSpec
-from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
 from keras_moe.ops._initializers import PerExpert
 
 __all__ = [

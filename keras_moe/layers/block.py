@@ -3,6 +3,7 @@
 Axes: B batch, N tokens, D hidden, H mlp, E experts.
 """
 
+import functools
 import itertools
 from typing import Any
 
@@ -139,15 +140,13 @@ class Block(Layer):
         self.rematerialize = check_bool("rematerialize", rematerialize)
         self.stochastic_depth = check_dropout("stochastic_depth", stochastic_depth)
         self.norm, self.use_bias = norm, check_bool("use_bias", use_bias)
-        names = ["mixer_norm"]
+        make_norm = functools.partial(
+            norm_layer, norm, layer_norm_epsilon, use_bias, dtype=self.dtype_policy
+        )
+        self.mixer_norm = make_norm(name="mixer_norm")
         self.feed_forward_norm = None
         if check_bool("feed_forward_norm", feed_forward_norm):
-            names.append("feed_forward_norm")
-        for name in names:
-            layer = norm_layer(
-                norm, layer_norm_epsilon, use_bias, dtype=self.dtype_policy, name=name
-            )
-            setattr(self, name, layer)
+            self.feed_forward_norm = make_norm(name="feed_forward_norm")
         self.dropout_layer = keras.layers.Dropout(
             dropout, seed=seed, dtype=self.dtype_policy, name="dropout"
         )
@@ -179,10 +178,8 @@ class Block(Layer):
         if boundaries:
             x = self._mix_runs(x, training, mask, boundaries)
         else:
-            arguments = {"training": training, **_present(mask=mask)} | (
-                arguments or {}
-            )
-            x = inner_call(self.token_mixer, x, **arguments)
+            arguments = {**_present(mask=mask), **(arguments or {})}
+            x = inner_call(self.token_mixer, x, training=training, **arguments)
             x, *records = x if isinstance(x, tuple) else (x,)
         x = dropped_out(self.dropout_layer, x, training)
         tokens = self._residual(tokens, x, self.mixer_scale, training)
@@ -206,10 +203,9 @@ class Block(Layer):
         mixed = []
         for start, end in zip((0, *boundaries), (*boundaries, None)):
             arguments = {} if mask is None else {"mask": mask[:, start:end]}
+            arguments["training"] = training
             run = tokens[:, start:end]
-            mixed.append(
-                inner_call(self.token_mixer, run, training=training, **arguments)
-            )
+            mixed.append(inner_call(self.token_mixer, run, **arguments))
         return ops.concatenate(mixed, axis=1)
 
     def call(

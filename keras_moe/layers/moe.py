@@ -20,7 +20,7 @@ from keras_moe._checks import (
 from keras_moe._compat import get_keras_mask
 from keras_moe._types import Config, Tensor
 from keras_moe.layers._layer import Layer, build_once, inner_call, layer_argument
-from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
+from keras_moe.layers.experts import ZeroComputationExperts
 from keras_moe.ops._nn import is_bfloat16_on_tpus
 from keras_moe.ops._primitives import is_transformed
 from keras_moe.ops.cost import Cost

@@ -96,7 +96,6 @@ class ExpertCoefficients(Layer):
 
     def build(self, input_shape):
         self.kernels, self.means, self.variances = [], [], []
-        fixed = {"trainable": False, "autocast": False}
         for name, shape in self.weight_shapes(input_shape).items():
             kernel = self.add_weight(
                 name=name, shape=shape, initializer="zeros", autocast=False
@@ -105,17 +104,12 @@ class ExpertCoefficients(Layer):
         if self.normalization != "batch":
             return
         for level, count in enumerate(self.num_experts):
-            for kept, what, initializer in (
-                (self.means, "mean", "zeros"),
-                (self.variances, "variance", "ones"),
+            for kept, name, initializer in (
+                (self.means, f"moving_mean_{level}", "zeros"),
+                (self.variances, f"moving_variance_{level}", "ones"),
             ):
-                average = self.add_weight(
-                    name=f"moving_{what}_{level}",
-                    shape=(count,),
-                    initializer=initializer,
-                    **fixed,
-                )
-                kept.append(average)
+                fixed = {"name": name, "trainable": False, "autocast": False}
+                kept.append(self.add_weight((count,), initializer, **fixed))
 
     def call(
         self,

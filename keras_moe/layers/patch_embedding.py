@@ -9,12 +9,12 @@ from keras import ops
 
 from keras_moe._checks import check_initializer, check_integer, check_one_of, check_pair
 from keras_moe._types import Initializer, Tensor
-from keras_moe.layers._interpolation import (
+from keras_moe.layers._layer import Layer
+from keras_moe.layers.position_embedding import (
     INTERPOLATIONS,
     cubic_weights,
     linear_weights,
 )
-from keras_moe.layers._layer import Layer
 from keras_moe.ops._nn import linear
 from keras_moe.ops.cost import Cost
 

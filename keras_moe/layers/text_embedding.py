@@ -46,18 +46,8 @@ class TokenEmbedding(OwnValues, KeepsFrozen, keras.layers.Embedding):
             **kwargs,
         )
 
-    @property
-    def vocabulary_size(self) -> int:
-        """V."""
-        return self.input_dim
-
-    @property
-    def hidden_dim(self) -> int:
-        """D."""
-        return self.output_dim
-
     def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
-        return {"embeddings": (self.vocabulary_size, self.hidden_dim)}
+        return {"embeddings": (self.input_dim, self.output_dim)}
 
     def cost(self, shape: tuple) -> Cost:
         return Cost.all_active(self.weight_shapes(shape))

@@ -136,6 +136,8 @@ class SoftRouter(Router):
             tokens = _unit(tokens, axis=-1)
             slots = self.scale * _unit(slots, axis=0)
         slots = ops.reshape(slots, (dim, num_experts * capacity))
+        # With slot vectors P, D = softmax(X P) over tokens fills the slots (equation
+        # 10), and C = softmax(X P) over all slots combines their outputs (equation 11).
         # (G, S, E x C), so that both softmaxes run without a transpose.
         logits = ops.matmul(tokens, slots)
         noisy_logits = self.add_noise(logits, self.noise_std, training)

@@ -78,7 +78,7 @@ class SparseRouter(Router):
     """
 
     # The side that chooses: "token" or "expert".
-    side: str
+    side = "token"
     normalizations = (None,)
 
     def __init__(

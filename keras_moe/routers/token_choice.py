@@ -74,7 +74,6 @@ class TokenChoiceRouter(SparseRouter):
     (1, 6, 4)
     """
 
-    side = "token"
     default_capacity_factor = 1.05
     normalizations = NORMALIZATIONS
 

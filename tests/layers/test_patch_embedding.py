@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from keras_moe.layers import PatchEmbedding, resize_patch_kernel
-from keras_moe.layers._interpolation import cubic_weights, linear_weights
+from keras_moe.layers.position_embedding import cubic_weights, linear_weights
 from tests.compare import assert_close
 
 WEIGHTS = {"bilinear": linear_weights, "bicubic": cubic_weights}
