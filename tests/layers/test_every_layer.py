@@ -338,7 +338,7 @@ def test_every_public_layer_is_checked():
     }
     # These take weights beside their input: an MoE layer and MuMoE have them.
     public -= {"Router", "SparseRouter", "ZeroComputationExperts", "MultilinearExperts"}
-    # Its output is a mask; see test_causal_attention.py.
+    # Its output is a mask; see test_attention.py.
     public -= {"CausalMask"}
     # Its weights have no part in its output; see test_logit_scale.py.
     public -= {"LogitScale"}
