@@ -28,7 +28,7 @@ from keras_moe.layers._layer import (
     projection,
 )
 from keras_moe.layers.normalization import NORMS, norm_layer
-from keras_moe.ops._nn import attend, attend_reference, has_float16_attention
+from keras_moe.ops._nn import attend, has_float16_attention
 from keras_moe.ops.cost import Cost, under
 
 
@@ -291,10 +291,14 @@ class Attention(Layer):
             if groups > 1:
                 key, value = (ops.repeat(x, groups, axis=2) for x in (key, value))
             mask = None if mask is None else ops.expand_dims(mask, 1)
-            # If the user has chosen a kernel, Keras obeys.
-            is_chosen = keras.config.is_flash_attention_enabled() is not None
-            form = attend_reference if is_chosen else attend
-            outputs = form(query, key, value, scale, mask)
+            flash = keras.config.is_flash_attention_enabled()
+            if flash is None:
+                outputs = attend(query, key, value, scale, mask)
+            else:
+                # The user has chosen a kernel, and Keras obeys.
+                outputs = ops.dot_product_attention(
+                    query, key, value, mask=mask, scale=scale, flash_attention=flash
+                )
             return ops.cast(outputs, self.compute_dtype)
         # Here the queries of a group share its keys, which are not copied.
         num_queries = ops.shape(query)[1]
