@@ -28,7 +28,7 @@ from keras_moe.layers._layer import (
     projection,
 )
 from keras_moe.layers.normalization import NORMS, norm_layer
-from keras_moe.ops._nn import attend, has_float16_attention
+from keras_moe.ops._nn import attend, has_float16_attention, has_own_attention
 from keras_moe.ops.cost import Cost, under
 
 
@@ -260,17 +260,18 @@ class Attention(Layer):
         if mask is None:
             # Keras passes masks only to calls with a single tensor.
             mask = get_keras_mask(context)
+        batch, num_queries, num_keys = query.shape[0], query.shape[1], key.shape[1]
+        pairs = (batch, num_queries, num_keys)
+        mask = check_mask("mask", mask, (batch, num_keys), pairs)
+        by_pair = mask is not None and len(mask.shape) == 3
         mask = self._pairs(query, key, mask, start)
-        attended = self._attend(query, key, value, mask, training)
+        attended = self._attend(query, key, value, mask, by_pair, training)
         outputs = inner_call(self.output_dense, attended)
         return outputs if cache is None else (outputs, (key, value))
 
     def _pairs(self, query, key, mask, start):
         """The pairs of tokens that attend, (B, N, M), (B, 1, M), (1, N, M) or None."""
         if mask is not None:
-            batch, length, num_keys = query.shape[0], query.shape[1], key.shape[1]
-            pairs = (batch, length, num_keys)
-            mask = check_mask("mask", mask, (batch, num_keys), pairs)
             mask = ops.cast(mask, "bool")
             mask = mask if len(mask.shape) == 3 else ops.expand_dims(mask, 1)
         if not self.causal:
@@ -279,7 +280,7 @@ class Attention(Layer):
         earlier = ops.cumsum(ones, axis=1) + start >= ops.cumsum(ones, axis=2)
         return earlier if mask is None else ops.logical_and(mask, earlier)
 
-    def _attend(self, query, key, value, mask, training):
+    def _attend(self, query, key, value, mask, by_pair, training):
         # softmax(Q K^T / sqrt(key_dim)) V for each head. Query head h reads head
         # h // groups of the keys and values.
         scale = 1.0 / math.sqrt(self.key_dim)
@@ -287,7 +288,10 @@ class Attention(Layer):
         if self.compute_dtype == "float16" and not has_float16_attention():
             query, key, value = (ops.cast(x, "float32") for x in (query, key, value))
         is_torch = keras.backend.backend() == "torch"
-        if not (training and self.dropout) and (groups == 1 or is_torch):
+        # Where there is no kernel of ours, Keras's form scales logits, and the one below
+        # queries: language models, whose masks are of pairs, keep to the latter.
+        has_form = has_own_attention(query) or not by_pair
+        if has_form and not (training and self.dropout) and (groups == 1 or is_torch):
             if groups > 1:
                 key, value = (ops.repeat(x, groups, axis=2) for x in (key, value))
             mask = None if mask is None else ops.expand_dims(mask, 1)
