@@ -288,7 +288,7 @@ class Attention(Layer):
         if self.compute_dtype == "float16" and not has_float16_attention():
             query, key, value = (ops.cast(x, "float32") for x in (query, key, value))
         is_torch = keras.backend.backend() == "torch"
-        # Where there is no kernel of ours, Keras's form scales logits, and the one below
+        # Without a kernel of ours, Keras's form scales logits, and the one below scales
         # queries: language models, whose masks are of pairs, keep to the latter.
         has_form = has_own_attention(query) or not by_pair
         if has_form and not (training and self.dropout) and (groups == 1 or is_torch):
