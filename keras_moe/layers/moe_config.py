@@ -6,7 +6,7 @@ Axes: N tokens, S group_size, E experts, C capacity, H mlp.
 import dataclasses
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import keras
 import numpy as np
@@ -28,9 +28,6 @@ from keras_moe.ops.expert_types import ExpertTypes, expert_types
 from keras_moe.routers._pruned import METHODS, pruned_router
 from keras_moe.routers.names import class_for_types, router_name, split_router
 from keras_moe.routers.router import Router, router_arguments
-
-if TYPE_CHECKING:
-    from keras_moe.layers.tower_config import TowerSpec
 
 # A default that depends on the router or the blocks.
 AUTO = "auto"
@@ -98,7 +95,7 @@ class MixtureConfig:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    def feed_forwards(self, tower: "TowerSpec") -> list[keras.layers.Layer]:
+    def feed_forwards(self, tower: Any) -> list[keras.layers.Layer]:
         """One unbuilt feed-forward layer per block of the `TowerSpec`."""
         indices = resolve_moe_layers(self.moe_layers, tower.num_layers)
         return [
@@ -283,7 +280,7 @@ class MoEConfig(MixtureConfig):
                 return len(arguments[name])
         return None
 
-    def feed_forwards(self, tower: "TowerSpec") -> list[keras.layers.Layer]:
+    def feed_forwards(self, tower: Any) -> list[keras.layers.Layer]:
         indices = resolve_moe_layers(self.moe_layers, tower.num_layers)
         names = [f"block_{index}" for index in indices]
         for name in (self.pruning or {"kept_experts": ()})["kept_experts"]:
@@ -409,7 +406,7 @@ class MuMoEConfig(MixtureConfig):
     def _mixture(self, tower, index, indices):
         return self.block(tower, self.expert_mlp_dim or tower.mlp_dim)
 
-    def block(self, tower: "TowerSpec", mlp_dim: int) -> MuMoEBlock:
+    def block(self, tower: Any, mlp_dim: int) -> MuMoEBlock:
         """An unbuilt block, for a feed-forward layer or a token mixer."""
         return self._block(
             mlp_dim, self.expert_activation or tower.activation, tower.dtype
