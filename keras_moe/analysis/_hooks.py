@@ -68,11 +68,11 @@ def with_layers(layer: Layer, layers: dict[int, Layer]) -> Layer:
 def recording(attention: Layer, weights: list[Tensor]) -> Layer:
     """Returns attention whose calls append float32 weights (B, N, M) to a list."""
 
-    def call(tokens, context=None, mask=None, training=None):
+    def call(tokens, context=None, mask=None, **arguments):
         # softmax(Q K^T / sqrt(key_dim)), the mean over heads.
         query = attention.query_dense(tokens)
         key = attention.key_dense(tokens if context is None else context)
-        if attention.query_key_norm:
+        if attention.query_key_norm is not None:
             query, key = attention.query_norm(query), attention.key_norm(key)
         query, key = (ops.cast(x, "float32") for x in (query, key))
         logits = ops.einsum("bnhd,bmhd->bhnm", query, key)
@@ -82,7 +82,7 @@ def recording(attention: Layer, weights: list[Tensor]) -> Layer:
             own = own if len(own.shape) == 4 else ops.expand_dims(own, 1)
             logits = ops.where(ops.cast(own, "bool"), logits, -1e30)
         weights.append(ops.mean(ops.softmax(logits), axis=1))
-        return attention.call(tokens, context, mask, training)
+        return attention.call(tokens, context, mask, **arguments)
 
     return view(attention, call=call)
 

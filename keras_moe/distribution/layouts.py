@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_moe._checks import check_integer
-from keras_moe.layers import MLP, CausalAttention, MoE, SelfAttention
+from keras_moe.layers import MLP, Attention, MoE
 from keras_moe.models.loading.blueprint import resolve
 
 BATCH, EXPERT, MODEL = "batch", "expert", "model"
@@ -175,7 +175,7 @@ def layouts_of_blocks(
 
 def split_parts(block: keras.layers.Layer) -> Iterator[tuple[str, keras.layers.Layer]]:
     """Yields the layers of a block that can be split, with their kinds."""
-    if isinstance(block.token_mixer, (SelfAttention, CausalAttention)):
+    if isinstance(block.token_mixer, Attention):
         yield "attention", block.token_mixer
     elif isinstance(block.token_mixer, MLP):
         yield "token_mlp", block.token_mixer
@@ -212,7 +212,7 @@ def _check_model_parallel(model_parallel, parts):
     for kind, part in parts:
         name = "mlp_dim"
         if kind == "attention":
-            grouped = isinstance(part, CausalAttention)
+            grouped = part.num_key_value_heads < part.num_heads
             name = "num_key_value_heads" if grouped else "num_heads"
         if (size := getattr(part, name)) % model_parallel:
             raise ValueError(

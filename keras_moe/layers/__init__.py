@@ -1,16 +1,20 @@
 """Layers: experts, the MoE layer, encoder blocks, embeddings and pooling."""
 
 from keras_moe.layers.activations import gelu_tanh, quick_gelu
+from keras_moe.layers.attention import Attention, CausalMask
 from keras_moe.layers.block import Block, LayerScale, MoEBlock
-from keras_moe.layers.causal_attention import CausalAttention, CausalMask
-from keras_moe.layers.experts import Experts
+from keras_moe.layers.experts import Experts, ZeroComputationExperts
 from keras_moe.layers.logit_scale import LogitScale
 from keras_moe.layers.mlp import MLP, TokenMLP
 from keras_moe.layers.moe import MoE
-from keras_moe.layers.moe_config import MoEConfig, resolve_moe_layers
+from keras_moe.layers.moe_config import (
+    MoEConfig,
+    MuMoEConfig,
+    moe_config,
+    resolve_moe_layers,
+)
 from keras_moe.layers.multilinear_experts import ExpertCoefficients, MultilinearExperts
 from keras_moe.layers.mumoe import MuMoE, MuMoEBlock, TokenMuMoE
-from keras_moe.layers.mumoe_config import MuMoEConfig, moe_config
 from keras_moe.layers.normalization import LayerNorm, RMSNorm
 from keras_moe.layers.patch_embedding import (
     ClassToken,
@@ -24,21 +28,19 @@ from keras_moe.layers.position_embedding import (
     resize_positions,
     sincos_table,
 )
-from keras_moe.layers.self_attention import SelfAttention
 from keras_moe.layers.text_embedding import (
     ReversibleTokenEmbedding,
     TextPositions,
     TokenEmbedding,
 )
 from keras_moe.layers.tower_config import TowerConfig, TowerSpec
-from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
 from keras_moe.ops._initializers import PerExpert
 
 __all__ = [
     "MLP",
+    "Attention",
     "AttentionPooling",
     "Block",
-    "CausalAttention",
     "CausalMask",
     "ClassToken",
     "ExpertCoefficients",
@@ -59,7 +61,6 @@ __all__ = [
     "PositionEmbedding",
     "RMSNorm",
     "ReversibleTokenEmbedding",
-    "SelfAttention",
     "TextPositions",
     "TokenEmbedding",
     "TokenMLP",

@@ -1,18 +1,37 @@
-"""The base class of layers: config, initial values and costs come from one place."""
+"""The base class of layers, cheap calls of inner layers, and rematerialisation.
+
+Config, initial values and costs of a layer come from the constructor's arguments.
+"""
 
 import inspect
+import types
+from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras import ops, tree
 
 from keras_moe._checks import argument_values
+from keras_moe._compat import (
+    AutocastScope,
+    clear_losses,
+    flatten_layers,
+    get_autocast_scope,
+    get_keras_mask,
+    has_hooks,
+    own_variables,
+    passes_arguments,
+)
 from keras_moe._freezing import KeepsFrozen
+from keras_moe._types import Initializer, Tensor
 from keras_moe.layers import activations
 from keras_moe.ops._initializers import PathInitializer
+from keras_moe.ops._nn import linear
+from keras_moe.ops._primitives import remat
 from keras_moe.ops.cost import Cost, under
 
 
-class OwnValues:
+class OwnValues(keras.layers.Layer):
     """Mixin of Keras layers whose weights start by their paths."""
 
     def add_weight(self, shape=None, initializer=None, *args, **kwargs):
@@ -24,6 +43,10 @@ class OwnValues:
 
 class Layer(OwnValues, KeepsFrozen, keras.layers.Layer):
     """Base class of layers whose attributes are named like constructor arguments."""
+
+    def compute_output_shape(self, input_shape):
+        # Most layers keep the shape.
+        return input_shape
 
     def parts(self, shape: tuple) -> dict[Any, tuple]:
         """Inner layers, with the shapes of their inputs."""
@@ -57,7 +80,7 @@ def _stored(value):
     return keras.saving.serialize_keras_object(value) if callable(value) else value
 
 
-def layer_argument(value: Any, name: str) -> keras.layers.Layer:
+def layer_argument(value: object, name: str) -> keras.layers.Layer:
     """Deserialises `value` if needed, and checks that it is a layer."""
     if isinstance(value, dict):
         value = keras.saving.deserialize_keras_object(value)
@@ -70,3 +93,169 @@ def build_once(layer: keras.layers.Layer, input_shape: tuple) -> None:
     """Builds a layer, unless loading its saved config already has."""
     if not layer.built:
         layer.build(input_shape)
+
+
+# `keras.layers.Layer.__call__` costs about 60 us, which on PyTorch is a tenth of the
+# forward pass of a small model. `inner_call` and `fused_bias` can go once it is cheap.
+def inner_call(
+    layer: keras.layers.Layer, x: Any, *args: object, **kwargs: object
+) -> Any:
+    """`layer(x, ...)` without the bookkeeping already done by the outer call."""
+    if keras.backend.backend() != "torch" or not _is_all(layer, x, kwargs):
+        return layer(x, *args, **kwargs)
+    if layer.autocast:
+        x = _cast(layer, x)
+        args = tuple(_cast(layer, value) for value in args)
+        kwargs = {name: _cast(layer, value) for name, value in kwargs.items()}
+    # Mixed precision reads variables in the layer's dtype.
+    if get_autocast_scope() is None and layer.compute_dtype == layer.variable_dtype:
+        return layer.call(x, *args, **kwargs)
+    with AutocastScope(layer.compute_dtype if layer.autocast else None):
+        return layer.call(x, *args, **kwargs)
+
+
+def _is_all(layer, x, kwargs):
+    """Whether calling the layer amounts to calling `layer.call`."""
+    return (
+        layer.built
+        and ops.is_tensor(x)
+        and get_keras_mask(x) is None
+        and type(layer).__call__ is keras.layers.Layer.__call__
+        and type(layer).forward is keras.layers.Layer.forward
+        and layer.quantization_mode is None
+        and layer.activity_regularizer is None
+        and passes_arguments(layer, kwargs)
+        and keras.distribution.distribution() is None
+        and not has_hooks(layer)
+    )
+
+
+def _cast(layer, value):
+    if not ops.is_tensor(value):
+        return value
+    return layer.dtype_policy.convert_input(value, True, layer.compute_dtype)
+
+
+def dropped_out(
+    dropout: keras.layers.Dropout, x: Tensor, training: bool | None
+) -> Tensor:
+    """`dropout(x)`, skipping the call if the rate is 0."""
+    if not dropout.rate:
+        return x
+    # `None` is resolved from the call context, which inner calls do not read.
+    if training is None:
+        return dropout(x)
+    return inner_call(dropout, x, training=training)
+
+
+def fused_bias(layer: keras.layers.Layer) -> keras.layers.Layer:
+    """Makes a dense layer compute `keras_moe.ops.linear` on PyTorch.
+
+    Replaces the method, so that weight paths, LoRA and quantisation keep working.
+    """
+    if keras.backend.backend() == "torch":
+        layer.call = types.MethodType(_call, layer)
+    return layer
+
+
+def projection(
+    owner: keras.layers.Layer,
+    kind: Callable[..., keras.layers.Layer],
+    name: str,
+    *args: object,
+    kernel: Initializer,
+    bias: Initializer,
+    **kwargs: object,
+) -> Any:
+    """Returns an unbuilt dense layer of `kind`, which starts by its path in `owner`."""
+    path = f"{owner.path}/{name}"
+    layer = kind(
+        *args,
+        kernel_initializer=PathInitializer(kernel, f"{path}/kernel"),
+        bias_initializer=PathInitializer(bias, f"{path}/bias"),
+        dtype=owner.dtype_policy,
+        name=name,
+        **kwargs,
+    )
+    return fused_bias(layer)
+
+
+def _call(layer, inputs, training=None):
+    kernel, bias = layer.kernel, layer.bias
+    if bias is None:
+        return type(layer).call(layer, inputs, training=training)
+    x = linear(inputs, kernel, bias, len(kernel.shape) - len(bias.shape))
+    return x if layer.activation is None else layer.activation(x)
+
+
+# `keras.RematScope` recomputes a call as it is, so that losses and seeds leak out of
+# the region (JAX) or are refused (TensorFlow). Here the region is a pure function:
+# weights and seeds are arguments; losses and new seeds are results.
+def rematerialized(
+    layer: keras.layers.Layer, function: Callable[..., Any], *inputs: Tensor
+) -> Any:
+    """`function(*inputs)`, recomputing intermediate values for the gradient."""
+    weights = [v for v in layer.variables if not _is_seed(v)]
+    seeds = [v for v in layer.variables if _is_seed(v)]
+    state = _state(layer)
+    # Uncast weights, since each sublayer casts them by its own policy.
+    with AutocastScope(None):
+        # Seeds and statistics are copied, because PyTorch changes them in place.
+        values = [v.value * 1 if id(v) in state else v.value for v in weights]
+        values += [v.value * 1 for v in seeds]
+    structure: dict[str, Any] = {}
+    num_inputs = len(inputs)
+
+    def region(*arguments):
+        inputs, values = arguments[:num_inputs], arguments[num_inputs:]
+        with keras.StatelessScope(
+            state_mapping=zip((*weights, *seeds), values), collect_losses=True
+        ) as scope:
+            outputs = function(*inputs)
+            losses = list(scope.losses)
+            # Sublayers remember losses by id, which later tensors may reuse.
+            clear_losses(layer)
+        # State that changes without gradients, such as batch statistics.
+        structure["changed"] = [
+            v
+            for v, value in zip(weights, values)
+            if id(v) in state and scope.get_current_value(v) is not value
+        ]
+        results = {
+            "outputs": outputs,
+            "state": [scope.get_current_value(v) for v in structure["changed"]],
+            "losses": losses,
+            # As floats, because not every backend can return integers. Only the second
+            # half of a seed changes, which counts the draws.
+            "draws": [
+                ops.cast(scope.get_current_value(v)[1] - v0[1], "float32")  # pyright: ignore[reportOptionalSubscript]
+                for v, v0 in zip(seeds, values[len(weights) :])
+            ],
+        }
+        structure["results"] = tree.map_structure(lambda _: None, results)
+        return tuple(tree.flatten(results))
+
+    results = remat(region)(*inputs, *values)
+    results = tree.pack_sequence_as(structure["results"], list(results))
+    for seed, draws in zip(seeds, results["draws"]):
+        moved = ops.stack([ops.zeros_like(draws), draws])
+        seed.assign_add(ops.cast(moved, seed.dtype))
+    for variable, value in zip(structure["changed"], results["state"]):
+        variable.assign(ops.stop_gradient(value))
+    for loss in results["losses"]:
+        layer.add_loss(loss)
+    return results["outputs"]
+
+
+def _state(layer):
+    """Ids of float variables that change without gradients: batch statistics."""
+    return {
+        id(v)
+        for sublayer in flatten_layers(layer)
+        for v in own_variables(sublayer, trainable=False)
+        if "float" in v.dtype
+    }
+
+
+def _is_seed(variable):
+    return "int" in variable.dtype and variable.path.endswith("seed_generator_state")

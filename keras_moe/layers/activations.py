@@ -5,12 +5,13 @@ from typing import Any
 
 import keras
 
+from keras_moe._types import Activation, Config, Tensor
 from keras_moe.ops import _nn
 from keras_moe.ops.entmax import entmax
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-def gelu_tanh(x: Any) -> Any:
+def gelu_tanh(x: Tensor) -> Tensor:
     """GELU in its tanh approximation, as in the JAX models (`"gelu"` is exact).
 
     Args:
@@ -27,7 +28,7 @@ def gelu_tanh(x: Any) -> Any:
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-def quick_gelu(x: Any) -> Any:
+def quick_gelu(x: Tensor) -> Tensor:
     """OpenAI CLIP's approximation of GELU, `x * sigmoid(1.702 x)`.
 
     Args:
@@ -45,7 +46,7 @@ def quick_gelu(x: Any) -> Any:
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-def entmax15(x: Any) -> Any:
+def entmax15(x: Tensor) -> Tensor:
     """Entmax with alpha = 1.5, the activation of muMoE's gate."""
     return entmax(x, 1.5)
 
@@ -58,7 +59,7 @@ _NAMED = {
 }
 
 
-def get(identifier: Any) -> Callable:
+def get(identifier: Activation) -> Callable:
     """Looks up an activation by name, here first and then in Keras."""
     if isinstance(identifier, str) and identifier in _NAMED:
         return _NAMED[identifier]
@@ -88,6 +89,6 @@ def serialize(activation: Callable) -> Any:
     return keras.activations.serialize(activation)
 
 
-def plain(activation: Any) -> Any:
+def plain(activation: Activation | None) -> str | Config | None:
     """Converts an activation to its name or config; None stays None."""
     return None if activation is None else serialize(get(activation))

@@ -3,6 +3,7 @@
 Axes: B batch, N tokens, D hidden, H mlp, E experts.
 """
 
+import functools
 import itertools
 from typing import Any
 
@@ -11,9 +12,15 @@ from keras import ops
 
 from keras_moe._checks import check_bool, check_dropout, check_positive, check_seed
 from keras_moe._compat import get_keras_mask
-from keras_moe.layers._inner_call import dropped_out, inner_call
-from keras_moe.layers._layer import Layer, build_once, layer_argument
-from keras_moe.layers._rematerialization import rematerialized
+from keras_moe._types import Config, Tensor
+from keras_moe.layers._layer import (
+    Layer,
+    build_once,
+    dropped_out,
+    inner_call,
+    layer_argument,
+    rematerialized,
+)
 from keras_moe.layers.normalization import norm_layer
 
 # Added to a block's seed for stochastic depth, so that dropout and depth draw
@@ -28,8 +35,6 @@ class LayerScale(Layer):
     Args:
         initial_value: initial value of all factors: 1e-5 in timm, 1.0 in DINOv2.
         **kwargs: arguments of `keras.layers.Layer`.
-
-    Output shape: (..., D), like the input.
 
     Reference: *Going deeper with Image Transformers*, equation 4.
 
@@ -54,11 +59,8 @@ class LayerScale(Layer):
             initializer=keras.initializers.Constant(self.initial_value),
         )
 
-    def call(self, x: Any) -> Any:
+    def call(self, x: Tensor) -> Any:
         return x * self.scale
-
-    def compute_output_spec(self, x):
-        return keras.KerasTensor(x.shape, self.compute_dtype)
 
     def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return {"scale": (shape[-1],)}
@@ -69,7 +71,7 @@ class Block(Layer):
     """Pre-norm block: token mixer and feed-forward layer, each with a residual.
 
     Args:
-        token_mixer: layer that mixes tokens (B, N, D): `SelfAttention` or `TokenMLP`.
+        token_mixer: layer that mixes tokens (B, N, D): `Attention` or `TokenMLP`.
         feed_forward: layer applied to each token, such as `MLP`.
         dropout: dropout rate on the token mixer's output.
         layer_norm_epsilon: epsilon of both normalisations.
@@ -94,16 +96,14 @@ class Block(Layer):
             the mixer's new cache is the block's last output.
         training: whether dropout and stochastic depth apply.
 
-    Output shape: (B, N, D).
-
     Reference: *An Image is Worth 16x16 Words*, equations 2 and 3; *MLP-Mixer*, equation
     1; *Deep Networks with Stochastic Depth*.
 
     Example:
 
     >>> import numpy as np
-    >>> from keras_moe.layers import MLP, Block, SelfAttention
-    >>> block = Block(SelfAttention(num_heads=2, key_dim=4), MLP(mlp_dim=16))
+    >>> from keras_moe.layers import MLP, Block, Attention
+    >>> block = Block(Attention(num_heads=2, key_dim=4), MLP(mlp_dim=16))
     >>> tuple(block(np.ones((1, 4, 8), "float32")).shape)
     (1, 4, 8)
     """
@@ -114,8 +114,8 @@ class Block(Layer):
 
     def __init__(
         self,
-        token_mixer: Any,
-        feed_forward: Any,
+        token_mixer: keras.layers.Layer | Config,
+        feed_forward: keras.layers.Layer | Config,
         dropout: float = 0.0,
         layer_norm_epsilon: float = 1e-6,
         seed: int | None = None,
@@ -140,15 +140,13 @@ class Block(Layer):
         self.rematerialize = check_bool("rematerialize", rematerialize)
         self.stochastic_depth = check_dropout("stochastic_depth", stochastic_depth)
         self.norm, self.use_bias = norm, check_bool("use_bias", use_bias)
-        names = ["mixer_norm"]
+        make_norm = functools.partial(
+            norm_layer, norm, layer_norm_epsilon, use_bias, dtype=self.dtype_policy
+        )
+        self.mixer_norm = make_norm(name="mixer_norm")
         self.feed_forward_norm = None
         if check_bool("feed_forward_norm", feed_forward_norm):
-            names.append("feed_forward_norm")
-        for name in names:
-            layer = norm_layer(
-                norm, layer_norm_epsilon, use_bias, dtype=self.dtype_policy, name=name
-            )
-            setattr(self, name, layer)
+            self.feed_forward_norm = make_norm(name="feed_forward_norm")
         self.dropout_layer = keras.layers.Dropout(
             dropout, seed=seed, dtype=self.dtype_policy, name="dropout"
         )
@@ -180,10 +178,8 @@ class Block(Layer):
         if boundaries:
             x = self._mix_runs(x, training, mask, boundaries)
         else:
-            arguments = {"training": training, **_present(mask=mask)} | (
-                arguments or {}
-            )
-            x = inner_call(self.token_mixer, x, **arguments)
+            arguments = {**_present(mask=mask), **(arguments or {})}
+            x = inner_call(self.token_mixer, x, training=training, **arguments)
             x, *records = x if isinstance(x, tuple) else (x,)
         x = dropped_out(self.dropout_layer, x, training)
         tokens = self._residual(tokens, x, self.mixer_scale, training)
@@ -207,17 +203,16 @@ class Block(Layer):
         mixed = []
         for start, end in zip((0, *boundaries), (*boundaries, None)):
             arguments = {} if mask is None else {"mask": mask[:, start:end]}
+            arguments["training"] = training
             run = tokens[:, start:end]
-            mixed.append(
-                inner_call(self.token_mixer, run, training=training, **arguments)
-            )
+            mixed.append(inner_call(self.token_mixer, run, **arguments))
         return ops.concatenate(mixed, axis=1)
 
     def call(
         self,
-        tokens: Any,
-        mask: Any = None,
-        modality_ids: Any = None,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        modality_ids: Tensor | None = None,
         boundaries: tuple[int, ...] = (),
         mixer_arguments: dict | None = None,
         training: bool | None = None,
@@ -255,17 +250,6 @@ class Block(Layer):
             return rematerialized(self, run, *inputs)
         return run(*inputs)
 
-    def compute_output_spec(
-        self,
-        tokens,
-        mask=None,
-        modality_ids=None,
-        boundaries=(),
-        mixer_arguments=None,
-        training=None,
-    ):
-        return keras.KerasTensor(tokens.shape, self.compute_dtype)
-
     def parts(self, shape: tuple) -> dict[Any, tuple]:
         parts = (
             self.mixer_norm,
@@ -288,7 +272,7 @@ class MoEBlock(Block):
     """`Block` with a mixture of experts as its feed-forward layer.
 
     Args:
-        token_mixer: `SelfAttention`, `TokenMLP` or `TokenMuMoE`.
+        token_mixer: `Attention`, `TokenMLP` or `TokenMuMoE`.
         feed_forward: `MoE` or `MuMoEBlock`.
         **kwargs: arguments of `Block`.
 
@@ -307,10 +291,10 @@ class MoEBlock(Block):
     Example:
 
     >>> import numpy as np
-    >>> from keras_moe.layers import Experts, MoE, MoEBlock, SelfAttention
+    >>> from keras_moe.layers import Experts, MoE, MoEBlock, Attention
     >>> from keras_moe.routers import TokenChoiceRouter
     >>> moe = MoE(TokenChoiceRouter(num_experts=2), Experts(2, mlp_dim=16))
-    >>> block = MoEBlock(SelfAttention(num_heads=2, key_dim=4), moe)
+    >>> block = MoEBlock(Attention(num_heads=2, key_dim=4), moe)
     >>> tokens, routing = block(np.ones((1, 4, 8), "float32"))
     >>> tuple(routing.dispatched.shape)
     (1, 4, 2)
@@ -318,10 +302,10 @@ class MoEBlock(Block):
 
     def call(
         self,
-        tokens: Any,
-        previous_logits: Any = None,
-        mask: Any = None,
-        modality_ids: Any = None,
+        tokens: Tensor,
+        previous_logits: Tensor | None = None,
+        mask: Tensor | None = None,
+        modality_ids: Tensor | None = None,
         boundaries: tuple[int, ...] = (),
         mixer_arguments: dict | None = None,
         training: bool | None = None,

@@ -6,6 +6,7 @@ import keras
 from keras import ops
 
 from keras_moe._checks import check_number, check_positive
+from keras_moe._types import Structure, Tensor
 from keras_moe.layers._layer import Layer
 from keras_moe.losses._pairs import unit_vectors
 from keras_moe.losses.contrastive import LogScaleBound, Temperature
@@ -79,7 +80,7 @@ class LogitScale(Layer):
             constraint=constraint,
         )
 
-    def call(self, embeddings: Any) -> Any:
+    def call(self, embeddings: Structure) -> Any:
         return keras.tree.map_structure(unit_vectors, embeddings)
 
     @property
@@ -97,7 +98,7 @@ class LogitScale(Layer):
             scalars["logit_bias"] = ops.convert_to_tensor(self.bias)
         return scalars
 
-    def logits(self, image_embeddings: Any, text_embeddings: Any) -> Any:
+    def logits(self, image_embeddings: Tensor, text_embeddings: Tensor) -> Tensor:
         """Scaled similarities of images and texts."""
         images, texts = (
             ops.cast(ops.convert_to_tensor(x), "float32")

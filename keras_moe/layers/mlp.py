@@ -1,15 +1,12 @@
 """MLPs on and across tokens. Axes: B batch, N tokens, D hidden, H mlp."""
 
-from typing import Any
-
 import keras
 from keras import ops
 
 from keras_moe._checks import check_bool, check_dropout, check_integer, check_seed
+from keras_moe._types import Activation, Tensor
 from keras_moe.layers import activations
-from keras_moe.layers._inner_call import dropped_out, fused_bias, inner_call
-from keras_moe.layers._layer import Layer
-from keras_moe.ops._initializers import PathInitializer
+from keras_moe.layers._layer import Layer, dropped_out, inner_call, projection
 from keras_moe.ops.cost import Cost
 
 
@@ -28,8 +25,6 @@ class MLP(Layer):
         use_bias: whether the dense layers have biases.
         **kwargs: arguments of `keras.layers.Layer`.
 
-    Output shape: (..., D), like the input.
-
     Reference: *GLU Variants Improve Transformer*, for gated layers.
 
     Example:
@@ -43,7 +38,7 @@ class MLP(Layer):
     def __init__(
         self,
         mlp_dim: int,
-        activation: Any = "gelu_tanh",
+        activation: Activation = "gelu_tanh",
         dropout: float = 0.0,
         seed: int | None = None,
         gated: bool = False,
@@ -65,16 +60,15 @@ class MLP(Layer):
         small = keras.initializers.RandomNormal(stddev=1e-6)
 
         def dense(units, name):
-            path = f"{self.path}/{name}"
-            layer = keras.layers.Dense(
+            return projection(
+                self,
+                keras.layers.Dense,
+                name,
                 units,
                 use_bias=self.use_bias,
-                kernel_initializer=PathInitializer("glorot_uniform", f"{path}/kernel"),
-                bias_initializer=PathInitializer(small, f"{path}/bias"),
-                dtype=self.dtype_policy,
-                name=name,
+                kernel="glorot_uniform",
+                bias=small,
             )
-            return fused_bias(layer)
 
         self.hidden = dense(self.mlp_dim, "hidden")
         self.hidden.build(input_shape)
@@ -84,7 +78,7 @@ class MLP(Layer):
         self.output_dense = dense(input_shape[-1], "output")
         self.output_dense.build((*input_shape[:-1], self.mlp_dim))
 
-    def call(self, tokens: Any, training: bool | None = None) -> Any:
+    def call(self, tokens: Tensor, training: bool | None = None) -> Tensor:
         x = inner_call(self.hidden, tokens)
         if self.gated:
             x = self.activation(inner_call(self.gate, tokens)) * x
@@ -94,10 +88,7 @@ class MLP(Layer):
         x = inner_call(self.output_dense, x)
         return dropped_out(self.dropout_layer, x, training)
 
-    def compute_output_shape(self, input_shape):
-        return input_shape
-
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         _, dim = shape
         sizes = {"hidden": (dim, self.mlp_dim), "output": (self.mlp_dim, dim)}
         if self.gated:
@@ -109,7 +100,7 @@ class MLP(Layer):
                 shapes[f"{name}/bias"] = (units,)
         return shapes
 
-    def cost(self, shape: tuple[int, int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         num_tokens, dim = shape
         flops = (6 if self.gated else 4) * num_tokens * dim * self.mlp_dim
         return Cost.all_active(self.weight_shapes(shape), flops)
@@ -125,8 +116,6 @@ class TokenMLP(MLP):
         mlp_dim: H, hidden size.
         **kwargs: arguments of `MLP`.
 
-    Output shape: (B, N, D), like the input.
-
     Reference: *MLP-Mixer: An all-MLP Architecture for Vision*, equation 1.
 
     Example:
@@ -141,12 +130,12 @@ class TokenMLP(MLP):
         self.num_tokens = known_num_tokens(input_shape)
         super().build((input_shape[0], input_shape[2], input_shape[1]))
 
-    def call(self, tokens: Any, training: bool | None = None) -> Any:
+    def call(self, tokens: Tensor, training: bool | None = None) -> Tensor:
         check_num_tokens(tokens, self.num_tokens)
         x = ops.transpose(tokens, (0, 2, 1))
         return ops.transpose(super().call(x, training=training), (0, 2, 1))
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return super().weight_shapes(shape[::-1])
 
 
@@ -160,7 +149,7 @@ def known_num_tokens(input_shape: tuple) -> int:
     return input_shape[1]
 
 
-def check_num_tokens(tokens: Any, num_tokens: int) -> None:
+def check_num_tokens(tokens: Tensor, num_tokens: int) -> None:
     """Checks that the layer was built for this number of tokens."""
     if tokens.shape[1] != num_tokens:
         raise ValueError(

@@ -7,7 +7,7 @@ hidden.
 from typing import Any
 
 import keras
-from keras import ops, tree
+from keras import ops
 
 from keras_moe import losses, routers
 from keras_moe._checks import (
@@ -18,9 +18,9 @@ from keras_moe._checks import (
     check_positive,
 )
 from keras_moe._compat import get_keras_mask
-from keras_moe.layers._inner_call import inner_call
-from keras_moe.layers._layer import Layer, build_once, layer_argument
-from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
+from keras_moe._types import Config, Tensor
+from keras_moe.layers._layer import Layer, build_once, inner_call, layer_argument
+from keras_moe.layers.experts import ZeroComputationExperts
 from keras_moe.ops._nn import is_bfloat16_on_tpus
 from keras_moe.ops._primitives import is_transformed
 from keras_moe.ops.cost import Cost
@@ -79,10 +79,10 @@ class MoE(Layer):
 
     def __init__(
         self,
-        router: Any,
-        experts: Any,
+        router: routers.Router | str | Config,
+        experts: keras.layers.Layer | Config,
         group_size: int | None = None,
-        auxiliary_losses: Any = None,
+        auxiliary_losses: object = None,
         dispatcher: str = "index",
         input_scale: float = 1.0,
         **kwargs,
@@ -131,10 +131,10 @@ class MoE(Layer):
 
     def call(
         self,
-        tokens: Any,
-        mask: Any = None,
-        modality_ids: Any = None,
-        previous_logits: Any = None,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        modality_ids: Tensor | None = None,
+        previous_logits: Tensor | None = None,
         training: bool | None = None,
     ) -> tuple[Any, Routing]:
         if mask is None:
@@ -186,9 +186,8 @@ class MoE(Layer):
             )
         if by_example:
             return outputs, routing
-        return tree.map_structure(
-            lambda x: self._ungroup(x, tokens), (outputs, routing)
-        )
+        routing = Routing(*(self._ungroup(x, tokens) for x in routing))
+        return self._ungroup(outputs, tokens), routing
 
     def _residual(self, tokens, previous_logits, mask):
         """Checks `previous_logits` and returns them as arguments of the router."""
@@ -259,7 +258,7 @@ class MoE(Layer):
         parts = (self.router, self.experts, self.zero_computation_experts)
         return {part: shape for part in parts if part is not None}
 
-    def cost(self, shape: tuple[int, int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         num_tokens, dim = shape
         router, in_place = self.router, self.zero_computation_experts
         competing = self._competing(num_tokens)

@@ -1,4 +1,4 @@
-"""Which blocks of an encoder are mixtures of experts, and how they are built.
+"""Which blocks of a tower are mixtures of experts, and how they are built.
 
 Axes: N tokens, S group_size, E experts, C capacity, H mlp.
 """
@@ -19,9 +19,11 @@ from keras_moe._checks import (
     check_one_of,
     check_positive,
 )
+from keras_moe._types import Config
 from keras_moe.layers import activations
 from keras_moe.layers.experts import Experts
 from keras_moe.layers.moe import MoE
+from keras_moe.layers.mumoe import MuMoEBlock
 from keras_moe.ops.expert_types import ExpertTypes, expert_types
 from keras_moe.routers._pruned import METHODS, pruned_router
 from keras_moe.routers.names import class_for_types, router_name, split_router
@@ -40,8 +42,21 @@ _NOT_OF_ROUTER = (
     "gating_residual",
     "seed",
 )
+# The router of `MuMoEConfig`, which selects it in overrides.
+MUMOE = "mumoe"
+# Field of `MuMoEConfig` -> argument of `MuMoEBlock`.
+_BLOCK_ARGUMENTS = {
+    "factorization": "factorization",
+    "rank": "rank",
+    "input_norm": "input_norm",
+    "gate_activation": "activation",
+    "gate_normalization": "normalization",
+    "expert_use_bias": "use_bias",
+    "expert_noise": "expert_noise",
+}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtureConfig:
     """Base class of `MoEConfig` and `MuMoEConfig`."""
 
@@ -54,7 +69,7 @@ class MixtureConfig:
         """Names of the config's fields."""
         return [field.name for field in dataclasses.fields(cls)]
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: object) -> Self:
         """Returns a copy with some fields changed."""
         check_argument_names(changes, self.field_names(), type(self).__name__)
         return dataclasses.replace(self, **changes)
@@ -79,6 +94,20 @@ class MixtureConfig:
     def _set(self, **values):
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    def feed_forwards(self, tower: Any) -> list[keras.layers.Layer]:
+        """One unbuilt feed-forward layer per block of the `TowerSpec`."""
+        indices = resolve_moe_layers(self.moe_layers, tower.num_layers)
+        return [
+            self._mixture(tower, index, indices)
+            if index in indices
+            else tower.mlp(index)
+            for index in range(tower.num_layers)
+        ]
+
+    def _mixture(self, tower, index, indices):
+        """The mixture of block `index`, one of `indices`."""
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -251,26 +280,20 @@ class MoEConfig(MixtureConfig):
                 return len(arguments[name])
         return None
 
-    def feed_forwards(self, encoder: Any) -> list[keras.layers.Layer]:
-        """One unbuilt `MLP` or `MoE` per block of the `TowerSpec`."""
-        indices = resolve_moe_layers(self.moe_layers, encoder.num_layers)
+    def feed_forwards(self, tower: Any) -> list[keras.layers.Layer]:
+        indices = resolve_moe_layers(self.moe_layers, tower.num_layers)
         names = [f"block_{index}" for index in indices]
         for name in (self.pruning or {"kept_experts": ()})["kept_experts"]:
             check_one_of("pruned block", name, names)
+        return super().feed_forwards(tower)
+
+    def _mixture(self, tower, index, indices):
+        arguments = {"seed": tower.seed_of(index, 3)}
         residual = self.gating_residual
         if residual == AUTO:
             residual = self.expert_types.zero_computation > 0 and len(indices) > 1
-        return [
-            self._moe(encoder, index, residual, is_first=index == indices[0])
-            if index in indices
-            else encoder.mlp(index)
-            for index in range(encoder.num_layers)
-        ]
-
-    def _moe(self, encoder, index, residual, is_first):
-        arguments = {"seed": encoder.seed_of(index, 3)}
         if residual:
-            arguments["gating_residual"] = residual == EVERY or not is_first
+            arguments["gating_residual"] = residual == EVERY or index != indices[0]
         router = routers.get(self.router, self.expert_types, **arguments)
         pruning = self.pruning or {"kept_experts": {}}
         kept = pruning["kept_experts"].get(f"block_{index}")
@@ -284,17 +307,17 @@ class MoEConfig(MixtureConfig):
             auxiliary_losses = router.default_auxiliary_losses()
         group_size = None
         if self.examples_per_group is not None:
-            group_size = self.examples_per_group * encoder.num_tokens
+            group_size = self.examples_per_group * tower.num_tokens
         experts = Experts(
             len(router.expert_columns),
-            self.expert_mlp_dim or encoder.mlp_dim,
-            activation=self.expert_activation or encoder.activation,
+            self.expert_mlp_dim or tower.mlp_dim,
+            activation=self.expert_activation or tower.activation,
             dropout=self.expert_dropout,
             shared_initialization=shared,
             gated=self.gated_experts,
             use_bias=self.expert_use_bias,
-            seed=encoder.seed_of(index, 2),
-            dtype=encoder.dtype,
+            seed=tower.seed_of(index, 2),
+            dtype=tower.dtype,
             name="experts",
         )
         return MoE(
@@ -304,12 +327,127 @@ class MoEConfig(MixtureConfig):
             auxiliary_losses=auxiliary_losses,
             dispatcher=self.dispatcher,
             input_scale=self.input_scale,
-            dtype=encoder.dtype,
+            dtype=tower.dtype,
             name="moe",
         )
 
 
-def plain_value(value: Any) -> Any:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MuMoEConfig(MixtureConfig):
+    """The muMoE blocks of an encoder: which ones, how many experts, how factorised.
+
+    Args:
+        moe_layers: indices from 0, `"every_2"`, `"last_2"` or None (dense); see
+            `resolve_moe_layers`.
+        num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
+        expert_mlp_dim: H of each expert; None for the encoder's `mlp_dim`.
+        expert_activation: activation between the two layers; None for the encoder's.
+        factorization: see `keras_moe.layers.MultilinearExperts`.
+        rank: see `keras_moe.layers.MuMoEBlock`.
+        input_norm: whether the input of a block's first layer is normalised.
+        gate_activation: `activation` of `keras_moe.layers.ExpertCoefficients`.
+        gate_normalization: `normalization` of `keras_moe.layers.ExpertCoefficients`.
+        expert_use_bias: whether the experts have biases.
+        expert_noise: see `keras_moe.layers.MultilinearExperts`.
+        block_norm: whether the gate reads tokens normalised by the block. If False, it
+            reads them as they are, as in the released GPT-2 with `input_norm=True`.
+
+    Reference: *Multilinear Mixture of Experts*, section 4.3.
+
+    Example:
+
+    >>> from keras_moe.layers import MuMoEConfig
+    >>> moe = MuMoEConfig(moe_layers="every_1", num_experts=(8, 2), factorization="tr")
+    >>> MuMoEConfig.from_dict(moe.to_dict()) == moe
+    True
+    """
+
+    moe_layers: Any = "every_1"
+    num_experts: Any = 64
+    expert_mlp_dim: int | None = None
+    expert_activation: Any = None
+    factorization: str | None = "cp"
+    rank: Any = "match_dense"
+    input_norm: bool = False
+    gate_activation: Any = "entmax"
+    gate_normalization: str | None = "batch"
+    expert_use_bias: bool = True
+    expert_noise: float = 1.0
+    block_norm: bool = True
+
+    def __post_init__(self):
+        check_integer("expert_mlp_dim", self.expert_mlp_dim, optional=True)
+        check_bool("block_norm", self.block_norm)
+        # The layer validates and standardises the arguments.
+        checked = self._block(1, "gelu", None).get_config()
+        values = {field: checked[name] for field, name in _BLOCK_ARGUMENTS.items()}
+        levels = checked["num_experts"]
+        values.update(
+            moe_layers=plain_moe_layers(self.moe_layers),
+            num_experts=levels[0] if len(levels) == 1 else list(levels),
+            expert_activation=activations.plain(self.expert_activation),
+        )
+        self._set(**values)
+
+    @property
+    def router(self) -> str:
+        """`"mumoe"`, which selects this kind of config in overrides."""
+        return MUMOE
+
+    def to_dict(self) -> dict:
+        """Returns the fields as plain values, plus `"router": "mumoe"`."""
+        return {"router": MUMOE, **super().to_dict()}
+
+    @classmethod
+    def from_dict(cls, config: dict) -> "MuMoEConfig":
+        """Makes a config from `to_dict`'s result; missing fields get defaults."""
+        return super().from_dict({k: v for k, v in config.items() if k != "router"})
+
+    def _mixture(self, tower, index, indices):
+        return self.block(tower, self.expert_mlp_dim or tower.mlp_dim)
+
+    def block(self, tower: Any, mlp_dim: int) -> MuMoEBlock:
+        """An unbuilt block, for a feed-forward layer or a token mixer."""
+        return self._block(
+            mlp_dim, self.expert_activation or tower.activation, tower.dtype
+        )
+
+    def _block(self, mlp_dim, hidden_activation, dtype):
+        return MuMoEBlock(
+            mlp_dim=mlp_dim,
+            num_experts=self.num_experts,
+            hidden_activation=hidden_activation,
+            dtype=dtype,
+            name="moe",
+            **{name: getattr(self, field) for field, name in _BLOCK_ARGUMENTS.items()},
+        )
+
+
+def moe_config(moe: MixtureConfig | Config | None) -> MoEConfig | MuMoEConfig | None:
+    """Makes the config for an encoder's `moe` argument.
+
+    Args:
+        moe: None, `MoEConfig`, `MuMoEConfig`, or a dict of fields; with `"router":
+            "mumoe"` these are `MuMoEConfig`'s.
+
+    Example:
+
+    >>> from keras_moe.layers import moe_config
+    >>> moe_config({"router": "mumoe", "num_experts": 8}).factorization
+    'cp'
+    """
+    if moe is None or isinstance(moe, (MoEConfig, MuMoEConfig)):
+        return moe
+    if not isinstance(moe, dict):
+        raise ValueError(
+            "Expected moe to be None, a MoEConfig, a MuMoEConfig or a dict of fields; "
+            f"received: moe={moe!r}"
+        )
+    is_mumoe = moe.get("router") == MUMOE
+    return (MuMoEConfig if is_mumoe else MoEConfig).from_dict(moe)
+
+
+def plain_value(value: object) -> Any:
     """Copies nested plain data, serialising Keras objects."""
     if isinstance(value, dict):
         return {name: plain_value(each) for name, each in value.items()}
@@ -353,7 +491,9 @@ def _plain_pruning(pruning):
     return pruning
 
 
-def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:
+def resolve_moe_layers(
+    moe_layers: str | Iterable[int] | None, num_layers: int
+) -> tuple[int, ...]:
     """Indices of the blocks whose feed-forward layer is a mixture of experts.
 
     Args:
@@ -386,7 +526,7 @@ def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:
             indices = range(1, num_layers, 2)
             indices = indices[-count:] if count <= len(indices) else ()
     else:
-        indices = sorted(plain_moe_layers(moe_layers))
+        indices = sorted(_indices(moe_layers))
     if not indices or len({*indices}) < len(indices) or indices[-1] >= num_layers:
         raise ValueError(
             f"Expected moe_layers to be different indices below {num_layers}, "
@@ -396,10 +536,14 @@ def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:
     return tuple(indices)
 
 
-def plain_moe_layers(moe_layers: Any) -> Any:
+def plain_moe_layers(moe_layers: str | Iterable[int] | None) -> str | list[int] | None:
     """Returns indices in `moe_layers` as a list of ints, after checking them."""
     if moe_layers is None or isinstance(moe_layers, str):
         return moe_layers
+    return _indices(moe_layers)
+
+
+def _indices(moe_layers):
     if not isinstance(moe_layers, Iterable):
         raise ValueError(
             "Expected moe_layers to be None, indices, 'every_n' or 'last_n'; "

@@ -5,7 +5,8 @@ units, R ranks.
 """
 
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -17,6 +18,7 @@ from keras_moe._checks import (
     check_not_negative,
     check_one_of,
 )
+from keras_moe._types import Activation, Tensor
 from keras_moe.layers import activations
 from keras_moe.layers._layer import Layer
 from keras_moe.ops import _multilinear as tensors
@@ -27,6 +29,8 @@ from keras_moe.ops.entmax import entmax15_and_source
 from keras_moe.ops.expert_types import ExpertTypes
 from keras_moe.ops.plans import Routing
 
+# A rank for each mode, as a number or a fraction of the input size.
+Rank: TypeAlias = "int | float | str | Sequence[Rank] | None"
 NORMALIZATIONS = ("batch", "layer", None)
 _EPSILON = 1e-5
 _MOMENTUM = 0.9
@@ -76,8 +80,8 @@ class ExpertCoefficients(Layer):
 
     def __init__(
         self,
-        num_experts: Any,
-        activation: Any = "entmax",
+        num_experts: int | Sequence[int],
+        activation: Activation = "entmax",
         normalization: str | None = "batch",
         **kwargs,
     ):
@@ -92,7 +96,6 @@ class ExpertCoefficients(Layer):
 
     def build(self, input_shape):
         self.kernels, self.means, self.variances = [], [], []
-        fixed = {"trainable": False, "autocast": False}
         for name, shape in self.weight_shapes(input_shape).items():
             kernel = self.add_weight(
                 name=name, shape=shape, initializer="zeros", autocast=False
@@ -101,24 +104,19 @@ class ExpertCoefficients(Layer):
         if self.normalization != "batch":
             return
         for level, count in enumerate(self.num_experts):
-            for kept, what, initializer in (
-                (self.means, "mean", "zeros"),
-                (self.variances, "variance", "ones"),
+            for kept, name, initializer in (
+                (self.means, f"moving_mean_{level}", "zeros"),
+                (self.variances, f"moving_variance_{level}", "ones"),
             ):
-                average = self.add_weight(
-                    name=f"moving_{what}_{level}",
-                    shape=(count,),
-                    initializer=initializer,
-                    **fixed,
-                )
-                kept.append(average)
+                fixed = {"name": name, "trainable": False, "autocast": False}
+                kept.append(self.add_weight((count,), initializer, **fixed))
 
     def call(
         self,
-        inputs: Any,
+        inputs: Tensor,
         training: bool | None = None,
-        logits: Any = None,
-        mask: Any = None,
+        logits: Sequence[Tensor] | None = None,
+        mask: Tensor | None = None,
         with_sources: bool = False,
     ) -> tuple[Any, ...]:
         if logits is None:
@@ -199,19 +197,19 @@ class ExpertCoefficients(Layer):
         """Columns of the experts in the routing record, which are all."""
         return tuple(range(self.expert_types.ffn))
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return {
             f"kernel_{level}": (shape[-1], count)
             for level, count in enumerate(self.num_experts)
         }
 
-    def cost(self, shape: tuple[int, int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         num_tokens, dim = shape
         flops = 2 * num_tokens * dim * sum(self.num_experts)
         return Cost.all_active(self.weight_shapes(shape), flops)
 
 
-def check_levels(num_experts: Any) -> tuple[int, ...]:
+def check_levels(num_experts: int | Sequence[int]) -> tuple[int, ...]:
     """Returns the number of experts of each level as a tuple."""
     levels = num_experts if isinstance(num_experts, (list, tuple)) else [num_experts]
     if not levels:
@@ -222,7 +220,9 @@ def check_levels(num_experts: Any) -> tuple[int, ...]:
     return tuple(check_integer("num_experts", count) for count in levels)
 
 
-def outer(values: Any, combine: Any) -> Any:
+def outer(
+    values: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
     """Combines the levels' values into one value per expert."""
     total = values[0]
     for value in values[1:]:
@@ -277,9 +277,9 @@ class MultilinearExperts(Layer):
     def __init__(
         self,
         units: int,
-        num_experts: Any,
+        num_experts: int | Sequence[int],
         factorization: str | None = "cp",
-        rank: Any = "match_dense",
+        rank: Rank = "match_dense",
         use_bias: bool = True,
         expert_noise: float = 1.0,
         **kwargs,
@@ -323,8 +323,12 @@ class MultilinearExperts(Layer):
         return keras.initializers.RandomUniform(-limit, limit)
 
     def call(
-        self, inputs: Any, coefficients: Any, projected: Any = None, sources: Any = None
-    ) -> Any:
+        self,
+        inputs: Tensor,
+        coefficients: Sequence[Tensor],
+        projected: Tensor | None = None,
+        sources: Sequence[tuple] | None = None,
+    ) -> Tensor:
         if len(coefficients) != len(self.num_experts):
             raise ValueError(
                 f"Expected coefficients for each level of num_experts="
@@ -343,14 +347,14 @@ class MultilinearExperts(Layer):
             sources,
         )
 
-    def input_factor(self) -> Any:
+    def input_factor(self) -> Tensor | None:
         """The factor that multiplies the inputs first; None for the full tensor."""
         return tensors.input_factor(self._tensors(), self.factorization)
 
     def _tensors(self):
         return [ops.cast(factor, self.compute_dtype) for factor in self.factors]
 
-    def expert_weights(self, indices: Any) -> Any:
+    def expert_weights(self, indices: Sequence[int | Sequence[int]]) -> Tensor:
         """Matrices (len(indices), I, O) of some experts; biases are the last row."""
         factors = [ops.convert_to_tensor(factor) for factor in self.factors]
         matrices = []
@@ -369,7 +373,7 @@ class MultilinearExperts(Layer):
     @property
     def expert_rank_bound(self) -> int:
         """Upper bound of the rank of an expert's matrix (appendix D)."""
-        return self._tensor_spec(self._inputs).rank_bound
+        return self.tensor_spec(self._inputs).rank_bound
 
     @property
     def holds_any_matrix(self) -> bool:
@@ -383,7 +387,8 @@ class MultilinearExperts(Layer):
         sizes = [(inputs, self.units)]
         return matching_rank(self.factorization, self.num_experts, sizes, self.use_bias)
 
-    def _tensor_spec(self, inputs):
+    def tensor_spec(self, inputs: int) -> tensors.TensorSpec:
+        """The weight tensor: the ranks of its experts, and multiply-adds per token."""
         return tensors.TensorSpec(
             self.factorization,
             self.num_experts,
@@ -396,7 +401,7 @@ class MultilinearExperts(Layer):
         shape = (*inputs.shape[:-1], self.units)
         return keras.KerasTensor(shape, self.compute_dtype)
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         if self.factorization is None:
             names = ["tensor"]
         else:
@@ -404,16 +409,12 @@ class MultilinearExperts(Layer):
             names = [f"expert_factor_{level}" for level in levels]
             names += ["input_factor", "output_factor", "core"]
         # Only Tucker has a core.
-        return dict(zip(names, self._tensor_spec(shape[-1]).factor_shapes))
+        return dict(zip(names, self.tensor_spec(shape[-1]).factor_shapes))
 
-    def cost(self, shape: tuple[int, int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         num_tokens, dim = shape
-        flops = 2 * num_tokens * self.multiply_adds(dim)
+        flops = 2 * num_tokens * self.tensor_spec(dim).multiply_adds
         return Cost.all_active(self.weight_shapes(shape), flops)
-
-    def multiply_adds(self, dim: int) -> int:
-        """Multiply-adds per token (Table 5 of the paper)."""
-        return self._tensor_spec(dim).multiply_adds
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -426,11 +427,11 @@ class ExpertMode(keras.initializers.Initializer):
     def __call__(self, shape, dtype=None):
         return PathInitializer(self)(shape, dtype)
 
-    def host_values(self, shape: tuple[int, ...], stream: str) -> np.ndarray:
+    def host_values(self, shape: tuple[int, ...], stream: str) -> np.ndarray | None:
         """The values of a stream, as `keras_moe.ops._initializers` draws them."""
         noise = keras.initializers.RandomNormal(1.0, self.sigma)
         values = host_values(noise, shape, stream)
-        if len(shape) > 2:
+        if len(shape) > 2 and values is not None:
             values *= np.eye(shape[0], shape[2], dtype="float32")[:, None]
         return values
 
@@ -438,7 +439,7 @@ class ExpertMode(keras.initializers.Initializer):
         return {"sigma": self.sigma}
 
 
-def check_rank(rank: Any, factorization: str | None, levels: int) -> Any:
+def check_rank(rank: Rank, factorization: str | None, levels: int) -> Rank:
     """Checks that the rank fits the factorisation; returns sequences as tuples."""
     if factorization is None or rank == "match_dense":
         check_one_of("rank", rank, (None, "match_dense"))
@@ -461,14 +462,14 @@ def _check_size(rank):
     return check_integer("rank", rank)
 
 
-def resolved_rank(rank: Any, inputs: int) -> Any:
+def resolved_rank(rank: Rank, inputs: int) -> Rank:
     """Replaces fractions of the input size by integers of at least 1."""
     if isinstance(rank, tuple):
         return tuple(resolved_rank(size, inputs) for size in rank)
     return max(int(rank * inputs), 1) if isinstance(rank, float) else rank
 
 
-def dense_parameters(shape: tuple[int, int]) -> int:
+def dense_parameters(shape: tuple) -> int:
     """Number of parameters of a dense layer (inputs, units) with bias."""
     return (shape[0] + 1) * shape[1]
 
@@ -479,7 +480,7 @@ def matching_rank(
     sizes: list[tuple[int, int]],
     use_bias: bool,
     gate_parameters: int = 0,
-) -> Any:
+) -> Rank:
     """Smallest rank with the parameters of dense layers of `sizes` (inputs, units)."""
     if factorization is None:
         return None

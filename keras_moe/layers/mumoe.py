@@ -4,18 +4,21 @@ Axes: B batch, N tokens, D hidden, I inputs, H mlp, O units, E experts of all le
 levels, R rank.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 from keras import ops
 
 from keras_moe._checks import check_bool, check_integer
+from keras_moe._types import Activation, Config, Tensor
 from keras_moe.layers import activations
 from keras_moe.layers._layer import Layer, build_once, layer_argument
 from keras_moe.layers.mlp import check_num_tokens, known_num_tokens
 from keras_moe.layers.multilinear_experts import (
     ExpertCoefficients,
     MultilinearExperts,
+    Rank,
     matching_rank,
     resolved_rank,
 )
@@ -28,14 +31,14 @@ class MuMoEBase(Layer):
 
     def __init__(
         self,
-        num_experts: Any,
+        num_experts: int | Sequence[int],
         factorization: str | None,
-        rank: Any,
-        activation: Any,
-        normalization: str | None,
-        use_bias: bool,
-        expert_noise: float,
-        input_norm: bool,
+        rank: Rank,
+        activation: Activation = "entmax",
+        normalization: str | None = "batch",
+        use_bias: bool = True,
+        expert_noise: float = 1.0,
+        input_norm: bool = False,
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -71,7 +74,7 @@ class MuMoEBase(Layer):
         """Inputs and units of each layer of experts by name, for inputs of size I."""
         raise NotImplementedError
 
-    def unbuilt_experts(self, shape: tuple[int, int]) -> dict:
+    def unbuilt_experts(self, shape: tuple) -> dict:
         """Dict from unbuilt layers of experts to the shapes of their inputs."""
         num_rows, dim = shape
         sizes, rank = self.sizes(dim), self.rank
@@ -90,7 +93,9 @@ class MuMoEBase(Layer):
             for name, (inputs, units) in sizes.items()
         }
 
-    def project(self, inputs: Any, experts: Any) -> tuple[Any, Any, Any]:
+    def project(
+        self, inputs: Tensor, experts: MultilinearExperts
+    ) -> tuple[Any, Any, Any]:
         """The experts' input, the gate's logits and the experts' projection."""
         if self.norm is not None:
             return self.norm(inputs), None, None
@@ -119,14 +124,12 @@ class MuMoE(MuMoEBase):
         num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
         factorization: see `MultilinearExperts`.
         rank: see `MultilinearExperts`; `"match_dense"` also counts the gate.
-        activation: see `ExpertCoefficients`.
-        normalization: see `ExpertCoefficients`.
-        use_bias: whether the experts have biases.
-        expert_noise: see `MultilinearExperts`.
-        input_norm: whether the experts' input is normalised, but not the gate's.
         edited_outputs: units that get an untrained offset `sum over n of a_n
             logit_offsets[n]` (equation 5); see `keras_moe.analysis.edit_expert_logits`.
-        **kwargs: arguments of `keras.layers.Layer`.
+        **kwargs: `activation` and `normalization` of `ExpertCoefficients`, `use_bias`
+            and `expert_noise` of `MultilinearExperts`, `input_norm` (whether the
+            experts' input is normalised, but not the gate's), and arguments of
+            `keras.layers.Layer`.
 
     Call arguments:
         inputs: (..., I).
@@ -150,28 +153,13 @@ class MuMoE(MuMoEBase):
     def __init__(
         self,
         units: int,
-        num_experts: Any,
+        num_experts: int | Sequence[int],
         factorization: str | None = "cp",
-        rank: Any = "match_dense",
-        activation: Any = "entmax",
-        normalization: str | None = "batch",
-        use_bias: bool = True,
-        expert_noise: float = 1.0,
-        input_norm: bool = False,
-        edited_outputs: Any = (),
+        rank: Rank = "match_dense",
+        edited_outputs: Sequence[int] = (),
         **kwargs,
     ):
-        super().__init__(
-            num_experts,
-            factorization,
-            rank,
-            activation,
-            normalization,
-            use_bias,
-            expert_noise,
-            input_norm,
-            **kwargs,
-        )
+        super().__init__(num_experts, factorization, rank, **kwargs)
         self.units = check_integer("units", units)
         self.edited_outputs = _check_outputs(edited_outputs, units)
 
@@ -194,7 +182,7 @@ class MuMoE(MuMoEBase):
                 autocast=False,
             )
 
-    def call(self, inputs: Any, training: bool | None = None) -> tuple[Any, Any]:
+    def call(self, inputs: Tensor, training: bool | None = None) -> tuple[Any, Any]:
         x, logits, projected = self.project(inputs, self.experts)
         coefficients, routing, sources = self.gate(
             inputs, training=training, logits=logits, with_sources=True
@@ -238,12 +226,7 @@ class MuMoEBlock(MuMoEBase):
         rank: rank of both layers. A fraction is relative to the block's I, and
             `"match_dense"` matches the parameters of the dense MLP, gate included.
         hidden_activation: activation between the layers; `"gelu"` is the exact form.
-        input_norm: whether the first layer's input is normalised, but not the gate's.
-        activation: activation of the gate, see `ExpertCoefficients`.
-        normalization: normalization of the gate, see `ExpertCoefficients`.
-        use_bias: whether the experts have biases.
-        expert_noise: see `MultilinearExperts`.
-        **kwargs: arguments of `keras.layers.Layer`.
+        **kwargs: the further arguments of `MuMoE`, for both layers.
 
     Call arguments:
         inputs: (..., I).
@@ -269,28 +252,13 @@ class MuMoEBlock(MuMoEBase):
         self,
         mlp_dim: int,
         units: int | None = None,
-        num_experts: Any = 64,
+        num_experts: int | Sequence[int] = 64,
         factorization: str | None = "cp",
-        rank: Any = "match_dense",
-        hidden_activation: Any = "gelu",
-        input_norm: bool = False,
-        activation: Any = "entmax",
-        normalization: str | None = "batch",
-        use_bias: bool = True,
-        expert_noise: float = 1.0,
+        rank: Rank = "match_dense",
+        hidden_activation: Activation = "gelu",
         **kwargs,
     ):
-        super().__init__(
-            num_experts,
-            factorization,
-            rank,
-            activation,
-            normalization,
-            use_bias,
-            expert_noise,
-            input_norm,
-            **kwargs,
-        )
+        super().__init__(num_experts, factorization, rank, **kwargs)
         self.supports_masking = True
         self.mlp_dim = check_integer("mlp_dim", mlp_dim)
         self.units = units if units is None else check_integer("units", units)
@@ -312,9 +280,9 @@ class MuMoEBlock(MuMoEBase):
 
     def call(
         self,
-        inputs: Any,
-        mask: Any = None,
-        modality_ids: Any = None,
+        inputs: Tensor,
+        mask: Tensor | None = None,
+        modality_ids: Tensor | None = None,
         training: bool | None = None,
     ) -> tuple[Any, Any]:
         x, logits, projected = self.project(inputs, self.hidden)
@@ -366,7 +334,7 @@ class TokenMuMoE(Layer):
     ((1, 4, 8), (1, 8, 4))
     """
 
-    def __init__(self, block: Any, **kwargs):
+    def __init__(self, block: keras.layers.Layer | Config, **kwargs):
         super().__init__(**kwargs)
         self.block = layer_argument(block, "block")
         if not isinstance(self.block, MuMoEBlock):
@@ -376,7 +344,7 @@ class TokenMuMoE(Layer):
         self.num_tokens = known_num_tokens(input_shape)
         build_once(self.block, (input_shape[0], input_shape[2], input_shape[1]))
 
-    def call(self, tokens: Any, training: bool | None = None) -> tuple[Any, Any]:
+    def call(self, tokens: Tensor, training: bool | None = None) -> tuple[Any, Any]:
         check_num_tokens(tokens, self.num_tokens)
         channels = ops.transpose(tokens, (0, 2, 1))
         outputs, routing = self.block(channels, training=training)
@@ -385,7 +353,7 @@ class TokenMuMoE(Layer):
         return ops.transpose(outputs, (0, 2, 1)), routing
 
     @property
-    def router(self) -> Any:
+    def router(self) -> ExpertCoefficients:
         """The block's gate."""
         return self.block.router
 

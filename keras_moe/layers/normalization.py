@@ -6,6 +6,7 @@ import keras
 from keras import ops
 
 from keras_moe._checks import check_one_of, check_positive
+from keras_moe._types import Tensor
 from keras_moe.layers._layer import Layer
 from keras_moe.ops._nn import is_bfloat16_on_tpus
 from keras_moe.ops._primitives import custom_gradient
@@ -36,6 +37,7 @@ def _normalize(x, gamma, beta, epsilon, once=False):
         return normed * gamma + beta, (normed, scale, gamma)
 
     def backward(residuals, upstream):
+        # dx = s (g - mean(g) - y mean(g y)) with g = gamma dy, s = 1 / sqrt(var + eps).
         normed, scale, gamma = residuals
         inner = upstream * gamma
         mean = ops.mean(inner, axis=-1, keepdims=True)
@@ -50,8 +52,17 @@ def _normalize(x, gamma, beta, epsilon, once=False):
     return custom_gradient(forward, backward, x, gamma, beta)
 
 
+class _Norm(Layer):
+    def __init__(self, epsilon: float = 1e-6, **kwargs):
+        super().__init__(**kwargs)
+        self.epsilon = check_positive("epsilon", epsilon)
+        # Half-precision inputs are cast in `call`.
+        self.autocast = False
+        self.supports_masking = True
+
+
 @keras.saving.register_keras_serializable("keras_moe")
-class LayerNorm(Layer):
+class LayerNorm(_Norm):
     """Layer normalisation over the last axis, in float32 under every dtype policy.
 
     The closed-form gradient keeps XLA on CPU from recomputing the gradients of all
@@ -61,8 +72,6 @@ class LayerNorm(Layer):
         epsilon: added to the variance; 1e-6 in ViTs.
         center: whether there is a learned offset, `beta`.
         **kwargs: arguments of `keras.layers.Layer`.
-
-    Output shape: (..., D), like the input, in the compute dtype.
 
     Example:
 
@@ -74,12 +83,8 @@ class LayerNorm(Layer):
     """
 
     def __init__(self, epsilon: float = 1e-6, center: bool = True, **kwargs):
-        super().__init__(**kwargs)
-        self.epsilon = check_positive("epsilon", epsilon)
+        super().__init__(epsilon, **kwargs)
         self.center = center
-        # Half-precision inputs are cast in `call`.
-        self.autocast = False
-        self.supports_masking = True
 
     def build(self, input_shape):
         shape = (input_shape[-1],)
@@ -92,7 +97,7 @@ class LayerNorm(Layer):
                 name="beta", shape=shape, initializer="zeros", autocast=False
             )
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: Tensor) -> Tensor:
         if keras.backend.backend() == "torch":
             outputs = ops.layer_normalization(
                 inputs, self.gamma, self.beta, axis=-1, epsilon=self.epsilon
@@ -104,23 +109,18 @@ class LayerNorm(Layer):
         outputs = _normalize(x, gamma, beta, self.epsilon, once)
         return ops.cast(outputs, self.compute_dtype)
 
-    def compute_output_shape(self, input_shape):
-        return input_shape
-
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         names = ("gamma", "beta") if self.center else ("gamma",)
         return dict.fromkeys(names, (shape[-1],))
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class RMSNorm(Layer):
+class RMSNorm(_Norm):
     """Root mean square normalisation over the last axis, in float32 under every policy.
 
     Args:
         epsilon: added to the mean square; 1e-6 in LLaMA.
         **kwargs: arguments of `keras.layers.Layer`.
-
-    Output shape: (..., D), like the input, in the compute dtype.
 
     Reference: *Root Mean Square Layer Normalization*.
 
@@ -133,29 +133,19 @@ class RMSNorm(Layer):
     [1.2, 1.6, 0.0, 0.0]
     """
 
-    def __init__(self, epsilon: float = 1e-6, **kwargs):
-        super().__init__(**kwargs)
-        self.epsilon = check_positive("epsilon", epsilon)
-        # Half-precision inputs are cast in `call`.
-        self.autocast = False
-        self.supports_masking = True
-
     def build(self, input_shape):
         self.scale = self.add_weight(
             name="scale", shape=(input_shape[-1],), initializer="ones", autocast=False
         )
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: Tensor) -> Tensor:
         scale = ops.cast(self.scale, "float32")
         outputs = ops.rms_normalization(
             ops.cast(inputs, "float32"), scale, axis=-1, epsilon=self.epsilon
         )
         return ops.cast(outputs, self.compute_dtype)
 
-    def compute_output_shape(self, input_shape):
-        return input_shape
-
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return {"scale": (shape[-1],)}
 
 

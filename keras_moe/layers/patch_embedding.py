@@ -1,19 +1,20 @@
 """Patch embeddings of images. Axes: B batch, N patches, D hidden."""
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import keras
 import numpy as np
 from keras import ops
 
 from keras_moe._checks import check_initializer, check_integer, check_one_of, check_pair
-from keras_moe.layers._interpolation import (
+from keras_moe._types import Initializer, Tensor
+from keras_moe.layers._layer import Layer
+from keras_moe.layers.position_embedding import (
     INTERPOLATIONS,
     cubic_weights,
     linear_weights,
 )
-from keras_moe.layers._layer import Layer
 from keras_moe.ops._nn import linear
 from keras_moe.ops.cost import Cost
 
@@ -52,7 +53,7 @@ def fold_channels(kernel: np.ndarray, channels: int) -> np.ndarray:
 
 
 def resize_patch_kernel(
-    kernel: np.ndarray, patch_size: Any, interpolation: str = "bilinear"
+    kernel: np.ndarray, patch_size: int | Sequence[int], interpolation: str = "bilinear"
 ) -> np.ndarray:
     """Resizes a patch kernel to another patch size, as FlexiViT does.
 
@@ -123,8 +124,8 @@ class PatchEmbedding(Layer):
     def __init__(
         self,
         hidden_dim: int,
-        patch_size: Any,
-        kernel_initializer: Any = "lecun_normal",
+        patch_size: int | Sequence[int],
+        kernel_initializer: Initializer = "lecun_normal",
         interpolation: str = "bilinear",
         padding: str = "valid",
         **kwargs,
@@ -169,7 +170,7 @@ class PatchEmbedding(Layer):
             )
         return height // self.patch_size[0], width // self.patch_size[1]
 
-    def call(self, images: Any) -> Any:
+    def call(self, images: Tensor) -> Tensor:
         rows, columns = self.grid(tuple(images.shape))
         height, width = self.patch_size
         channels = images.shape[-1]
@@ -213,13 +214,13 @@ class PatchEmbedding(Layer):
         rows, columns = self.grid(input_shape)
         return (input_shape[0], rows * columns, self.hidden_dim)
 
-    def weight_shapes(self, shape: tuple[int, int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return {
             "kernel": (*self.patch_size, shape[-1], self.hidden_dim),
             "bias": (self.hidden_dim,),
         }
 
-    def cost(self, shape: tuple[int, int, int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         shapes = self.weight_shapes(shape)
         rows, columns = self.grid(shape)
         flops = 2 * rows * columns * math.prod(shapes["kernel"])
@@ -251,7 +252,7 @@ class ClassToken(Layer):
         shape = (1, 1, input_shape[-1])
         self.token = self.add_weight(name="token", shape=shape, initializer="zeros")
 
-    def call(self, tokens: Any) -> Any:
+    def call(self, tokens: Tensor) -> Tensor:
         batch = ops.shape(tokens)[0]
         token = ops.broadcast_to(self.token, (batch, 1, tokens.shape[-1]))
         return ops.concatenate([token, tokens], axis=1)
@@ -260,5 +261,5 @@ class ClassToken(Layer):
         batch, num_tokens, dim = input_shape
         return (batch, None if num_tokens is None else num_tokens + 1, dim)
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return {"token": (1, 1, shape[-1])}

@@ -7,25 +7,37 @@ import numpy as np
 from keras import ops
 
 from keras_moe._checks import (
+    check_bool,
     check_ids,
     check_integer,
     check_mask,
     check_one_of,
     head_size,
 )
+from keras_moe._types import Activation, Config, DType, Tensor
 from keras_moe.layers import activations
 from keras_moe.layers._layer import Layer
+from keras_moe.layers.attention import Attention
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.normalization import LayerNorm
-from keras_moe.layers.self_attention import SelfAttention
 from keras_moe.ops.cost import Cost
 
 TOKEN_POOLINGS = ("class_token", "first", "average", "patch_average")
 POOLINGS = (*TOKEN_POOLINGS, "map")
 
 
+class _Pooling(Layer):
+    """From tokens (B, N, D) to (B, D)."""
+
+    def compute_mask(self, tokens, previous_mask=None):
+        return None
+
+    def compute_output_shape(self, input_shape):
+        return (input_shape[0], input_shape[-1])
+
+
 @keras.saving.register_keras_serializable("keras_moe")
-class TokenPooling(Layer):
+class TokenPooling(_Pooling):
     """Selects one token or averages tokens.
 
     Args:
@@ -51,19 +63,16 @@ class TokenPooling(Layer):
         super().__init__(**kwargs)
         self.pooling = check_one_of("pooling", pooling, TOKEN_POOLINGS)
 
-    def call(self, tokens: Any) -> Any:
+    def call(self, tokens: Tensor) -> Tensor:
         if self.pooling in ("class_token", "first"):
             return tokens[:, 0]
         if self.pooling == "patch_average":
             tokens = tokens[:, 1:]
         return ops.mean(tokens, axis=1)
 
-    def compute_output_shape(self, input_shape):
-        return (input_shape[0], input_shape[-1])
-
 
 @keras.saving.register_keras_serializable("keras_moe")
-class AttentionPooling(Layer):
+class AttentionPooling(_Pooling):
     """Multihead attention pooling ("MAP"): a learned probe attends to the tokens.
 
     An MLP with a residual follows the attention.
@@ -98,7 +107,7 @@ class AttentionPooling(Layer):
         self,
         num_heads: int,
         mlp_dim: int,
-        activation: Any = "gelu_tanh",
+        activation: Activation = "gelu_tanh",
         layer_norm_epsilon: float = 1e-6,
         query_key_norm: bool = False,
         query_key_norm_bias: bool = False,
@@ -110,7 +119,7 @@ class AttentionPooling(Layer):
         self.mlp_dim = mlp_dim
         self.activation = activations.get(activation)
         self.layer_norm_epsilon = layer_norm_epsilon
-        self.query_key_norm = query_key_norm
+        self.query_key_norm = check_bool("query_key_norm", query_key_norm)
         self.query_key_norm_bias = query_key_norm_bias
         self.mlp = MLP(mlp_dim, activation, dtype=self.dtype_policy, name="mlp")
         self.norm = LayerNorm(layer_norm_epsilon, dtype=self.dtype_policy, name="norm")
@@ -126,36 +135,29 @@ class AttentionPooling(Layer):
         self.mlp.build((None, 1, dim))
 
     def _attention(self, dim):
-        return SelfAttention(
+        return Attention(
             self.num_heads,
             head_size(self.num_heads, dim),
-            query_key_norm=self.query_key_norm,
+            query_key_norm="layer" if self.query_key_norm else None,
             query_key_norm_bias=self.query_key_norm_bias,
             layer_norm_epsilon=self.layer_norm_epsilon,
             dtype=self.dtype_policy,
         )
 
-    def call(self, tokens: Any, mask: Any = None) -> Any:
+    def call(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         batch, _, dim = ops.shape(tokens)
         probe = ops.broadcast_to(self.probe, (batch, 1, dim))
         x = self.attention(probe, tokens, mask=mask)
         x = x + self.mlp(self.norm(x))
         return x[:, 0]
 
-    def compute_mask(self, tokens, previous_mask=None):
-        # The output has no token axis.
-        return None
-
-    def compute_output_shape(self, input_shape):
-        return (input_shape[0], input_shape[-1])
-
     def parts(self, shape: tuple) -> dict[Any, tuple]:
         return dict.fromkeys((self._attention(shape[-1]), self.norm, self.mlp), shape)
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return {"probe": (1, 1, shape[-1]), **super().weight_shapes(shape)}
 
-    def cost(self, shape: tuple[int, int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         num_tokens, dim = shape
         # Query and output projections of the probe, key and value of all tokens.
         flops = 4 * (num_tokens + 1) * dim * dim + 4 * num_tokens * dim
@@ -167,7 +169,7 @@ MASKED_POOLINGS = ("first", "last", "end_of_text", "average", "max")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class MaskedPooling(Layer):
+class MaskedPooling(_Pooling):
     """Pools the tokens that are not padding; examples without any get zeros.
 
     Args:
@@ -216,7 +218,12 @@ class MaskedPooling(Layer):
     def build(self, input_shape):
         pass
 
-    def call(self, tokens: Any, mask: Any = None, token_ids: Any = None) -> Any:
+    def call(
+        self,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+    ) -> Tensor:
         shape = tuple(tokens.shape)[:2]
         check_mask("mask", mask, shape)
         if mask is None:
@@ -257,13 +264,6 @@ class MaskedPooling(Layer):
         has_end = ops.any(ends, axis=1, keepdims=True)
         return ops.where(has_end, ends, _only(mask, last=True))
 
-    def compute_mask(self, tokens, previous_mask=None, token_ids=None):
-        # The output has no token axis.
-        return None
-
-    def compute_output_shape(self, input_shape):
-        return (input_shape[0], input_shape[-1])
-
 
 def _only(flags, last):
     """Keeps only the first or last True of each row."""
@@ -290,8 +290,11 @@ def check_pooling(pooling: str | None, class_token: bool) -> str:
 
 
 def pooling_layer(
-    config: dict, pooling: str | None, query_key_norm: bool | None, dtype: Any
-) -> Any:
+    config: Config,
+    pooling: str | None,
+    query_key_norm: bool | None,
+    dtype: DType | None,
+) -> TokenPooling | AttentionPooling:
     """Creates the pooling layer for a backbone's arguments, unbuilt."""
     pooling = check_pooling(pooling, config.get("class_token", False))
     if pooling == "map" and "num_heads" not in config:
@@ -306,15 +309,16 @@ def pooling_layer(
         )
     if pooling != "map":
         return TokenPooling(pooling, dtype=dtype, name="pooler")
-    if query_key_norm is None:
-        query_key_norm = config.get("query_key_norm", False)
+    normalizes = config.get("query_key_norm", False)
+    if query_key_norm is not None:
+        normalizes = query_key_norm
     return AttentionPooling(
         config["num_heads"],
         config["mlp_dim"],
         activation=config["activation"],
         layer_norm_epsilon=config["layer_norm_epsilon"],
-        query_key_norm=query_key_norm,
-        query_key_norm_bias=query_key_norm and config.get("query_key_norm_bias", False),
+        query_key_norm=normalizes,
+        query_key_norm_bias=normalizes and config.get("query_key_norm_bias", False),
         dtype=dtype,
         name="pooler",
     )

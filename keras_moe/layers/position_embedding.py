@@ -1,19 +1,16 @@
 """Position embeddings of image patches. Axes: B batch, N tokens, D hidden."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import keras
 import numpy as np
 
 from keras_moe._checks import check_one_of, check_pair
-from keras_moe.layers._interpolation import (
-    INTERPOLATIONS,
-    aligned_linear_weights,
-    cubic_weights,
-)
+from keras_moe._types import Tensor
 from keras_moe.layers._layer import Layer
 
 KINDS = ("learned", "sincos")
+INTERPOLATIONS = ("bilinear", "bicubic")
 
 
 def sincos_table(grid: tuple[int, int], dim: int) -> np.ndarray:
@@ -115,7 +112,7 @@ class PositionEmbedding(Layer):
 
     def __init__(
         self,
-        grid: Any,
+        grid: int | Sequence[int],
         kind: str = "learned",
         interpolation: str = "bilinear",
         **kwargs,
@@ -145,11 +142,8 @@ class PositionEmbedding(Layer):
             table = np.pad(table, ((input_shape[1] - num_patches, 0), (0, 0)))
             self.embedding = table[None]
 
-    def call(self, tokens: Any) -> Any:
+    def call(self, tokens: Tensor) -> Tensor:
         return tokens + keras.ops.cast(self.embedding, tokens.dtype)
-
-    def compute_output_shape(self, input_shape):
-        return input_shape
 
     def save_own_variables(self, store):
         super().save_own_variables(store)
@@ -160,7 +154,7 @@ class PositionEmbedding(Layer):
     def load_own_variables(self, store):
         if self.kind != "learned":
             return super().load_own_variables(store)
-        old_grid = tuple(int(size) for size in np.array(store["grid"]))
+        old_grid = check_pair("grid", np.array(store["grid"]).tolist())
         extra = self.embedding.shape[1] - self.grid[0] * self.grid[1]
         expected = (1, old_grid[0] * old_grid[1] + extra, self.embedding.shape[2])
         # Checked before reading: a file may declare a table of any size.
@@ -172,7 +166,60 @@ class PositionEmbedding(Layer):
         value = np.array(store["0"])
         if old_grid != self.grid:
             value = resize_positions(value, old_grid, self.grid, self.interpolation)
-        self.embedding.assign(value)
+        self.embedding.assign(value)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return {"embedding": (1, *shape)} if self.kind == "learned" else {}
+
+
+# Interpolation along one axis as matrices: new = weights (new, old) @ old. `start` and
+# `count` select rows of the matrix, for crops.
+
+
+def aligned_linear_weights(old: int, new: int) -> np.ndarray:
+    """Linear interpolation with aligned corners."""
+    return _hat(np.linspace(0.0, old - 1, new), old)
+
+
+def linear_weights(
+    old: int, new: int, start: int = 0, count: int | None = None
+) -> np.ndarray:
+    """Linear interpolation between pixel centres, without antialiasing."""
+    return _hat(np.clip(_centres(old, new, start, count), 0, old - 1), old)
+
+
+def widened_linear_weights(
+    old: int, new: int, start: int = 0, count: int | None = None
+) -> np.ndarray:
+    """Linear interpolation with Pillow's antialiasing when shrinking."""
+    x = _distances(old, new, start, count)
+    weights = np.maximum(1.0 - x, 0.0)
+    return weights / np.sum(weights, axis=1, keepdims=True)
+
+
+def cubic_weights(
+    old: int, new: int, start: int = 0, count: int | None = None
+) -> np.ndarray:
+    """Keys's cubic interpolation (a = -1/2), antialiased when shrinking."""
+    x = _distances(old, new, start, count)
+    near = (1.5 * x - 2.5) * x * x + 1.0
+    far = ((-0.5 * x + 2.5) * x - 4.0) * x + 2.0
+    weights = np.where(x <= 1, near, np.where(x < 2, far, 0.0))
+    # At the border part of the kernel lies outside.
+    return weights / np.sum(weights, axis=1, keepdims=True)
+
+
+def _distances(old, new, start, count):
+    """Distances from new to old pixel centres, in kernel units."""
+    centres = _centres(old, new, start, count)
+    return np.abs(centres[:, None] - np.arange(old)) / max(old / new, 1.0)
+
+
+def _centres(old, new, start, count):
+    """Centres of the new pixels, in old pixel coordinates."""
+    stop = new if count is None else start + count
+    return (np.arange(start, stop) + 0.5) * old / new - 0.5
+
+
+def _hat(place, old):
+    return np.maximum(1.0 - np.abs(place[:, None] - np.arange(old)), 0.0)

@@ -1,13 +1,12 @@
 """Embeddings of texts. Axes: B batch, N tokens, D hidden, V vocabulary."""
 
-from typing import Any
-
 import keras
 import numpy as np
 from keras import ops
 
-from keras_moe._checks import check_bool, check_initializer, check_integer
+from keras_moe._checks import check_bool, check_integer
 from keras_moe._freezing import KeepsFrozen
+from keras_moe._types import Tensor
 from keras_moe.layers._layer import Layer, OwnValues
 from keras_moe.ops.cost import Cost
 
@@ -21,12 +20,9 @@ class TokenEmbedding(OwnValues, KeepsFrozen, keras.layers.Embedding):
     Args:
         vocabulary_size: V.
         hidden_dim: D.
-        embeddings_initializer: initializer of the vectors; None for N(0, 0.02).
         **kwargs: arguments of `keras.layers.Embedding`.
 
     Input shape: (B, N), integers from 0 to V - 1.
-
-    Output shape: (B, N, D).
 
     Reference: *Learning Transferable Visual Models From Natural Language Supervision*,
     section 2.4.
@@ -40,36 +36,20 @@ class TokenEmbedding(OwnValues, KeepsFrozen, keras.layers.Embedding):
     (1, 3, 8)
     """
 
-    def __init__(
-        self,
-        vocabulary_size: int,
-        hidden_dim: int,
-        embeddings_initializer: str | dict | keras.Initializer | None = None,
-        **kwargs,
-    ):
-        if embeddings_initializer is None:
-            embeddings_initializer = keras.initializers.RandomNormal(stddev=0.02)
+    def __init__(self, vocabulary_size: int, hidden_dim: int, **kwargs):
+        kwargs.setdefault(
+            "embeddings_initializer", keras.initializers.RandomNormal(stddev=0.02)
+        )
         super().__init__(
             check_integer("vocabulary_size", vocabulary_size),
             check_integer("hidden_dim", hidden_dim),
-            check_initializer("embeddings_initializer", embeddings_initializer),
             **kwargs,
         )
 
-    @property
-    def vocabulary_size(self) -> int:
-        """V."""
-        return self.input_dim
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
+        return {"embeddings": (self.input_dim, self.output_dim)}
 
-    @property
-    def hidden_dim(self) -> int:
-        """D."""
-        return self.output_dim
-
-    def weight_shapes(self, shape: tuple[int]) -> dict[str, tuple]:
-        return {"embeddings": (self.vocabulary_size, self.hidden_dim)}
-
-    def cost(self, shape: tuple[int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         return Cost.all_active(self.weight_shapes(shape))
 
     def quantize(self, mode=None, type_check=True, config=None):
@@ -118,12 +98,12 @@ class ReversibleTokenEmbedding(
             check_integer("vocabulary_size", vocabulary_size),
             check_integer("hidden_dim", hidden_dim),
             tie_weights=check_bool("tied", tied),
-            embeddings_initializer=keras.initializers.RandomNormal(stddev=0.02),
+            embeddings_initializer=keras.initializers.RandomNormal(stddev=0.02),  # pyright: ignore[reportArgumentType]
             **kwargs,
         )
         self.supports_masking = True
 
-    def logit_kernel(self) -> Any:
+    def logit_kernel(self) -> Tensor:
         """The matrix (D, V) from tokens to logits."""
         if self.tie_weights:
             return ops.transpose(ops.convert_to_tensor(self.embeddings))
@@ -143,13 +123,13 @@ class ReversibleTokenEmbedding(
             )
         super().load_own_variables(store)
 
-    def weight_shapes(self, shape: tuple[int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         shapes = {"embeddings": (self.input_dim, self.output_dim)}
         if not self.tie_weights:
             shapes["reverse_embeddings"] = (self.output_dim, self.input_dim)
         return shapes
 
-    def cost(self, shape: tuple[int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         return Cost.all_active(self.weight_shapes(shape))
 
     def get_config(self):
@@ -177,8 +157,6 @@ class TextPositions(Layer):
         tokens: (B, N, D).
         positions: integers (B, N); None for 0 to N - 1.
 
-    Output shape: (B, N, D), like the input; N is at most `max_length`.
-
     Reference: *Learning Transferable Visual Models From Natural Language Supervision*,
     section 2.4.
 
@@ -204,7 +182,7 @@ class TextPositions(Layer):
             initializer=keras.initializers.RandomNormal(stddev=0.01),
         )
 
-    def call(self, tokens: Any, positions: Any = None) -> Any:
+    def call(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         self._check_length(tokens.shape)
         embedding = ops.convert_to_tensor(self.embedding)
         if positions is not None:
@@ -214,10 +192,6 @@ class TextPositions(Layer):
         if num_tokens is None:
             num_tokens = ops.shape(tokens)[1]
         return tokens + ops.cast(embedding[:, :num_tokens], tokens.dtype)
-
-    def compute_output_spec(self, tokens, positions=None):
-        self._check_length(tokens.shape)
-        return keras.KerasTensor(tokens.shape, self.compute_dtype)
 
     def compute_output_shape(self, input_shape):
         self._check_length(input_shape)
@@ -241,5 +215,5 @@ class TextPositions(Layer):
             )
         self.embedding.assign(np.array(store["0"][:, : self.max_length]))
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return {"embedding": (1, self.max_length, shape[-1])}

@@ -3,7 +3,7 @@
 Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidden.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 import keras
 from keras import ops
@@ -20,7 +20,7 @@ from keras_moe.routers.token_choice import TokenChoiceRouter
 METHODS = ("router_drop", "router_pred", "router_pred_skip")
 
 
-class _Pruned:
+class _Pruned(TokenChoiceRouter):
     """Token choice among the experts that pruning has kept.
 
     Routing records keep all E experts. With `removed`, only kept FFN experts have
@@ -30,7 +30,7 @@ class _Pruned:
     def __init__(
         self,
         num_experts: int,
-        kept_experts: Any,
+        kept_experts: Sequence[int],
         method: str = "router_drop",
         removed: bool = False,
         **kwargs,
@@ -85,7 +85,7 @@ class _Pruned:
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class PrunedTokenChoiceRouter(_Pruned, TokenChoiceRouter):
+class PrunedTokenChoiceRouter(_Pruned):
     """Pruned token choice, whose capacity C = S K c / E counts only kept experts.
 
     With `"router_pred_skip"` it counts all.
@@ -120,7 +120,7 @@ class PrunedPathwayAwareRouter(_Pruned, PathwayAwareRouter):
         )
 
 
-def checked_kept(kept_experts: Any, num_experts: int) -> tuple[int, ...]:
+def checked_kept(kept_experts: Sequence[int], num_experts: int) -> tuple[int, ...]:
     """Sorts expert indices after checking that they are distinct and in range."""
     kept = check_indices("kept_experts", kept_experts, num_experts)
     if not 0 < len(kept) == len(kept_experts):
@@ -131,7 +131,9 @@ def checked_kept(kept_experts: Any, num_experts: int) -> tuple[int, ...]:
     return tuple(sorted(kept))
 
 
-def pruned_router(router: Router, kept_experts: Any, method: str, removed: bool) -> Any:
+def pruned_router(
+    router: Router, kept_experts: Sequence[int], method: str, removed: bool
+) -> TokenChoiceRouter:
     """Returns a copy of a router that chooses only among the kept experts."""
     # A subclass may use the experts' columns differently.
     if type(router) not in _PRUNED:

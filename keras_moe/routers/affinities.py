@@ -3,8 +3,6 @@
 Axes: G groups, S group_size, E experts.
 """
 
-from typing import Any
-
 import keras
 
 from keras_moe._checks import (
@@ -15,6 +13,7 @@ from keras_moe._checks import (
     check_one_of,
     check_positive,
 )
+from keras_moe._types import Config, Tensor
 from keras_moe.ops.sparse_transport import SOLVERS, sparse_transport
 from keras_moe.ops.transport import sinkhorn
 
@@ -43,8 +42,13 @@ class Affinity:
     default_noise_std = 0.0
 
     def __call__(
-        self, logits: Any, gates: Any, side: str, max_nonzeros: Any, mask: Any = None
-    ) -> Any:
+        self,
+        logits: Tensor,
+        gates: Tensor,
+        side: str,
+        max_nonzeros: int | Tensor | None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         """Returns the affinity, float32 (G, S, E)."""
         raise NotImplementedError
 
@@ -163,7 +167,7 @@ BY_NAME = {
 }
 
 
-def get(identifier: Any) -> Affinity:
+def get(identifier: Affinity | str | Config) -> Affinity:
     """Makes an `Affinity` from a name, a serialised config or an `Affinity`."""
     if isinstance(identifier, str) and identifier in BY_NAME:
         return BY_NAME[identifier]()

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe._types import Tensor
 from keras_moe.ops._primitives import vmap_groups
 from keras_moe.ops.expert_choice import NORMALIZATIONS, expert_choice
 from keras_moe.ops.plans import SlotPlan
@@ -28,12 +29,6 @@ class ExpertChoiceRouter(SparseRouter):
             a fixed `capacity`, set `eval_capacity` too, since an example is smaller
             than a group. `normalize_gates="after"` divides the combine weights by their
             sum over the token's experts (*CLIP-UP*, appendix B.3); None keeps them.
-
-    Call arguments:
-        tokens: (G, S, D).
-        mask: boolean (G, S), False for tokens that are not routed.
-        modality_ids: integers (G, S); tokens with ids outside [0, M) are not routed.
-        training: whether noise is added.
 
     Output shape: `(SlotPlan, Routing)`; see their attributes.
 
@@ -66,7 +61,7 @@ class ExpertChoiceRouter(SparseRouter):
         limits = super().limits(training)
         return super().limits(True) if limits == (None, None) else limits
 
-    def group_capacity(self, num_tokens: Any, training: bool | None) -> Any:
+    def group_capacity(self, num_tokens: int | Tensor, training: bool | None) -> Any:
         """The capacity C for groups of `num_tokens` tokens, at most `num_tokens`."""
         capacity = super().group_capacity(num_tokens, training)
         # An expert cannot select a token twice.

@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 from keras_moe._checks import check_argument_names, nearest
+from keras_moe._types import Config
 from keras_moe.ops.expert_types import ExpertTypes
 from keras_moe.routers.expert_choice import ExpertChoiceRouter
 from keras_moe.routers.pathway_aware import PathwayAwareRouter
@@ -32,7 +33,7 @@ ROUTERS: dict[str, tuple[type, dict]] = {
 }
 
 
-def register_router(name: str, **arguments: Any) -> Callable[[type], type]:
+def register_router(name: str, **arguments: object) -> Callable[[type], type]:
     """Registers a router class under a name; a decorator.
 
     Args:
@@ -65,7 +66,11 @@ def register_router(name: str, **arguments: Any) -> Callable[[type], type]:
     return register
 
 
-def get(router: Any, num_experts: Any, **arguments: Any) -> Router:
+def get(
+    router: str | Config | type[Router],
+    num_experts: int | ExpertTypes,
+    **arguments: object,
+) -> Router:
     """Makes a router by name.
 
     Args:
@@ -87,9 +92,8 @@ def get(router: Any, num_experts: Any, **arguments: Any) -> Router:
     >>> type(router).__name__, type(router.affinity).__name__
     ('ExpertChoiceRouter', 'SinkhornAffinity')
     """
-    types = num_experts
-    if not isinstance(num_experts, ExpertTypes):
-        types = ExpertTypes(num_experts)
+    is_typed = isinstance(num_experts, ExpertTypes)
+    types = num_experts if is_typed else ExpertTypes(num_experts)
     name, own = split_router(router)
     has_residual = "gating_residual" in arguments
     cls, named = class_for_types(name, types, has_residual)
@@ -102,7 +106,7 @@ def get(router: Any, num_experts: Any, **arguments: Any) -> Router:
     return cls(total, **arguments)
 
 
-def split_router(router: Any) -> tuple[Any, dict]:
+def split_router(router: object) -> tuple[Any, dict]:
     """Splits a router description into name (or class) and arguments."""
     if not isinstance(router, dict):
         return router, {}
@@ -114,7 +118,7 @@ def split_router(router: Any) -> tuple[Any, dict]:
     return router["name"], {k: v for k, v in router.items() if k != "name"}
 
 
-def router_class(router: Any) -> tuple[type, dict]:
+def router_class(router: object) -> tuple[type, dict]:
     """Looks up a router's class and the arguments that its name stands for."""
     if isinstance(router, str) and router in ROUTERS:
         return ROUTERS[router]
@@ -146,7 +150,7 @@ def router_name(cls: type) -> str:
 
 
 def class_for_types(
-    router: Any, types: ExpertTypes, has_residual: bool
+    router: object, types: ExpertTypes, has_residual: bool
 ) -> tuple[type, dict]:
     """Like `router_class`, but MoE++'s router where expert types require it."""
     cls, arguments = router_class(router)

@@ -10,11 +10,11 @@ from keras import ops
 
 from keras_moe._checks import (
     check_bool,
-    check_initializer,
     check_integer,
     check_one_of,
     check_positive,
 )
+from keras_moe._types import Tensor
 from keras_moe.ops.capacity import heterogeneous_capacity
 from keras_moe.ops.expert_types import ExpertTypes, expert_types
 from keras_moe.ops.plans import HeterogeneousPlan
@@ -49,17 +49,13 @@ class PathwayAwareRouter(TokenChoiceRouter):
             are scaled before routing, or None. The next layer gets unscaled logits.
         zero_gates: `"keep"` the gates of zero experts, or `"remove"` them (set to 0
             before gates are normalised).
-        residual_initializer: initializer of the map of previous logits.
         noise_std: std of the training noise, times `num_experts`; None for 0.0.
         **kwargs: arguments of `TokenChoiceRouter`, except `capacity`, `eval_capacity`,
             `num_modalities` and `expert_pools`. `capacity_factor` is 1.1 by default.
 
     Call arguments:
-        tokens: (G, S, D).
-        mask: boolean (G, S), False for tokens that are not routed.
-        modality_ids: integers (G, S), for a `priority` of modalities.
-        previous_logits: float32 (G, S, E), `Routing.logits` of the previous MoE layer.
-        training: whether noise and capacity limits apply.
+        previous_logits: float32 (G, S, E), `Routing.logits` of the previous MoE layer;
+            the others are those of `Router`.
 
     Output shape: `(HeterogeneousPlan, Routing)`; without zero-computation experts the
     plans of `TokenChoiceRouter`.
@@ -93,7 +89,6 @@ class PathwayAwareRouter(TokenChoiceRouter):
         gate_hidden_dim: int | None = None,
         logits_norm_std: float | None = None,
         zero_gates: str = "keep",
-        residual_initializer: Any = "zeros",
         noise_std: float | None = None,
         **kwargs,
     ):
@@ -130,9 +125,6 @@ class PathwayAwareRouter(TokenChoiceRouter):
         self.gate_hidden_dim = gate_hidden_dim
         self.logits_norm_std = logits_norm_std
         self.zero_gates = check_one_of("zero_gates", zero_gates, ZERO_GATES)
-        self.residual_initializer = check_initializer(
-            "residual_initializer", residual_initializer
-        )
 
     def default_auxiliary_losses(self):
         return {"heterogeneous_balance": 0.01}
@@ -155,15 +147,15 @@ class PathwayAwareRouter(TokenChoiceRouter):
             )
         if self.gating_residual:
             self.residual_kernel = self.add_kernel(
-                "residual_kernel", shapes["residual_kernel"], self.residual_initializer
+                "residual_kernel", shapes["residual_kernel"], "zeros"
             )
 
     def call(
         self,
-        tokens: Any,
-        mask: Any = None,
-        modality_ids: Any = None,
-        previous_logits: Any = None,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        modality_ids: Tensor | None = None,
+        previous_logits: Tensor | None = None,
         training: bool | None = None,
     ) -> tuple[Any, Any]:
         self.check_previous_logits(previous_logits, tokens)
@@ -174,12 +166,12 @@ class PathwayAwareRouter(TokenChoiceRouter):
         mask = both_masks(mask, self.known_tokens(modality_ids))
         return self.route(logits, None, mask, training, modality_ids)
 
-    def logits(self, tokens: Any, modality_ids: Any = None) -> Any:
+    def logits(self, tokens: Tensor, modality_ids: Tensor | None = None) -> Tensor:
         if self.gate_hidden_dim is not None:
             tokens = ops.tanh(ops.matmul(tokens, self.hidden_kernel))
         return ops.matmul(tokens, self.kernel)
 
-    def scale_logits(self, logits: Any) -> Any:
+    def scale_logits(self, logits: Tensor) -> Tensor:
         if self.logits_norm_std is None:
             return logits
         centred = logits - ops.mean(logits, axis=-1, keepdims=True)
@@ -201,21 +193,24 @@ class PathwayAwareRouter(TokenChoiceRouter):
         priority = self.served_by(affinity, modality_ids, training)
         return self.choose(affinity, gates, mask, capacity, priority, **arguments)
 
-    def capacities(self, num_tokens: Any, training: bool | None) -> tuple[Any, Any]:
+    def capacities(
+        self, num_tokens: int | Tensor, training: bool | None
+    ) -> tuple[Any, Any]:
         """Capacities of an FFN and a zero-computation expert (equation 8)."""
-        if self.serves_every_token(training):
+        factor, _ = self.limits(training)
+        if factor is None:
             return None, None
         return heterogeneous_capacity(
             num_tokens,
             self.balanced_types,
             self.tau,
-            self.limits(training)[0],
+            factor,
             self.num_selected_experts,
             rounding=self.capacity_rounding,
             multiple_of=self.multiple_of(training),
         )
 
-    def group_capacity(self, num_tokens: Any, training: bool | None) -> Any:
+    def group_capacity(self, num_tokens: int | Tensor, training: bool | None) -> Any:
         return self.capacities(num_tokens, training)[0]
 
     @property
@@ -232,7 +227,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
         balanced = self.num_selected_experts * self.ffn_share
         return min(balanced, self.balanced_types.ffn)
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         hidden = self.gate_hidden_dim
         shapes = {"kernel": (hidden or shape[-1], self.num_experts)}
         if hidden is not None:

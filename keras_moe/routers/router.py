@@ -18,6 +18,7 @@ from keras_moe._checks import (
     fits_shape,
 )
 from keras_moe._freezing import KeepsFrozen
+from keras_moe._types import Initializer, Tensor
 from keras_moe.ops._initializers import PathInitializer
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.expert_types import ExpertTypes
@@ -38,7 +39,11 @@ class Router(KeepsFrozen, keras.layers.Layer):
         seed: seed of the noise; None draws one from Keras's global seed.
         **kwargs: arguments of `keras.layers.Layer`; `dtype` is always float32.
 
-    Input shape: (G, S, D).
+    Call arguments:
+        tokens: (G, S, D).
+        mask: boolean (G, S), False for tokens that are not routed.
+        modality_ids: integers (G, S); tokens with ids outside [0, M) are not routed.
+        training: whether noise and capacity limits apply.
 
     Example:
 
@@ -89,7 +94,9 @@ class Router(KeepsFrozen, keras.layers.Layer):
         """Names and weights of the auxiliary losses used in the router's paper."""
         return None
 
-    def add_kernel(self, name: str, shape: tuple, initializer: Any) -> Any:
+    def add_kernel(
+        self, name: str, shape: tuple, initializer: Initializer
+    ) -> keras.Variable:
         """Adds a weight that stays float32 under every dtype policy."""
         return self.add_weight(
             name=name,
@@ -99,7 +106,7 @@ class Router(KeepsFrozen, keras.layers.Layer):
             autocast=False,
         )
 
-    def add_noise(self, logits: Any, stddev: float, training: bool | None) -> Any:
+    def add_noise(self, logits: Tensor, stddev: float, training: bool | None) -> Tensor:
         """Adds normal noise to the logits, in training only."""
         if not training or stddev == 0:
             return logits
@@ -121,7 +128,9 @@ class Router(KeepsFrozen, keras.layers.Layer):
         """Columns of the layer's FFN experts in the routing record."""
         return tuple(range(self.expert_types.ffn))
 
-    def check_previous_logits(self, previous_logits: Any, tokens: Any) -> None:
+    def check_previous_logits(
+        self, previous_logits: Tensor | None, tokens: Tensor
+    ) -> None:
         """Validates the previous MoE layer's logits: (G, S, E) or None."""
         expected = shape = None
         if self.gating_residual:
@@ -148,15 +157,15 @@ class Router(KeepsFrozen, keras.layers.Layer):
         """Average number of experts per token, in groups of `num_tokens`."""
         raise NotImplementedError
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         raise NotImplementedError
 
-    def cost(self, shape: tuple[int, int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         weights = Cost.all_active(self.weight_shapes(shape))
         # One multiply-add per weight and token.
         return weights._replace(flops=2 * shape[0] * weights.parameters)
 
-    def routing_spec(self, num_groups: Any, num_tokens: Any) -> Routing:
+    def routing_spec(self, num_groups: int | None, num_tokens: int | None) -> Routing:
         """The symbolic `Routing`."""
         shape = (num_groups, num_tokens, self.num_experts)
         return Routing(*(keras.KerasTensor(shape, "float32") for _ in Routing._fields))

@@ -3,18 +3,16 @@
 Axes: G groups (images), S tokens of an image, E experts, C slots per expert, D hidden.
 """
 
-from typing import Any
-
 import keras
 from keras import ops
 
 from keras_moe._checks import (
     check_bool,
-    check_initializer,
     check_integer,
     check_one_of,
     check_positive,
 )
+from keras_moe._types import Tensor
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.plans import Routing, SoftPlan
@@ -40,15 +38,8 @@ class SoftRouter(Router):
         capacity_rounding: `"ceil"`, or `"round"` as in the released code.
         normalize: whether to normalise tokens and slot vectors, with a learned scale.
         noise_std: standard deviation of the training noise on the logits.
-        slot_initializer: initializer of the slot vectors (D, E, C).
-        scale_initializer: initializer of the scale.
         seed: seed of the noise.
         **kwargs: arguments of `keras.layers.Layer`; `dtype` is always float32.
-
-    Call arguments:
-        tokens: (G, S, D).
-        mask: boolean (G, S), False for padding, which gets zeros.
-        training: whether noise is added.
 
     Output shape: `(SoftPlan, Routing)`; see their attributes.
 
@@ -76,8 +67,6 @@ class SoftRouter(Router):
         capacity_rounding: str = "round",
         normalize: bool = True,
         noise_std: float = 0.0,
-        slot_initializer: Any = "lecun_normal",
-        scale_initializer: Any = "ones",
         seed: int | None = None,
         **kwargs,
     ):
@@ -101,10 +90,6 @@ class SoftRouter(Router):
             "capacity_rounding", capacity_rounding, sorted(ROUNDINGS)
         )
         self.normalize = check_bool("normalize", normalize)
-        self.slot_initializer = check_initializer("slot_initializer", slot_initializer)
-        self.scale_initializer = check_initializer(
-            "scale_initializer", scale_initializer
-        )
 
     def group_capacity(self, num_tokens: int | None, training: bool | None = None):
         """Slots per expert C for images of `num_tokens` tokens."""
@@ -112,7 +97,7 @@ class SoftRouter(Router):
             return self.slots_per_expert
         if self.built:
             return self.slots.shape[-1]
-        if num_tokens is None:
+        if num_tokens is None or self.capacity_factor is None:
             raise ValueError(
                 "Expected a known number of tokens, on which the slots depend; "
                 "received: num_tokens=None, "
@@ -128,17 +113,15 @@ class SoftRouter(Router):
 
     def build(self, input_shape):
         shapes = self.weight_shapes(input_shape[-2:])
-        self.slots = self.add_kernel("slots", shapes["slots"], self.slot_initializer)
+        self.slots = self.add_kernel("slots", shapes["slots"], "lecun_normal")
         if self.normalize:
-            self.scale = self.add_kernel(
-                "scale", shapes["scale"], self.scale_initializer
-            )
+            self.scale = self.add_kernel("scale", shapes["scale"], "ones")
 
     def call(
         self,
-        tokens: Any,
-        mask: Any = None,
-        modality_ids: Any = None,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        modality_ids: Tensor | None = None,
         training: bool | None = None,
     ) -> tuple[SoftPlan, Routing]:
         if modality_ids is not None:
@@ -153,6 +136,8 @@ class SoftRouter(Router):
             tokens = _unit(tokens, axis=-1)
             slots = self.scale * _unit(slots, axis=0)
         slots = ops.reshape(slots, (dim, num_experts * capacity))
+        # With slot vectors P, D = softmax(X P) over tokens fills the slots (equation
+        # 10), and C = softmax(X P) over all slots combines their outputs (equation 11).
         # (G, S, E x C), so that both softmaxes run without a transpose.
         logits = ops.matmul(tokens, slots)
         noisy_logits = self.add_noise(logits, self.noise_std, training)
@@ -197,14 +182,15 @@ class SoftRouter(Router):
             return f"soft, c={self._selected * self.capacity_factor:g}"
         return f"soft, C={self.slots_per_expert}"
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         num_tokens, dim = shape
-        shapes = {"slots": (dim, self.num_experts, self.group_capacity(num_tokens))}
+        slots = (dim, self.num_experts, self.group_capacity(num_tokens))
+        shapes: dict[str, tuple] = {"slots": slots}
         if self.normalize:
             shapes["scale"] = ()
         return shapes
 
-    def cost(self, shape: tuple[int, int]) -> Cost:
+    def cost(self, shape: tuple) -> Cost:
         num_tokens, dim = shape
         # Logits, dispatch and combine.
         flops = 6 * num_tokens * dim * self.total_slots(num_tokens)

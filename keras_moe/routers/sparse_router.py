@@ -5,6 +5,7 @@ modalities.
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from keras import ops
@@ -19,6 +20,7 @@ from keras_moe._checks import (
     check_one_of,
     check_positive,
 )
+from keras_moe._types import Config, Initializer, Tensor
 from keras_moe.ops._initializers import PerExpert
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
 from keras_moe.ops.plans import Routing
@@ -76,14 +78,14 @@ class SparseRouter(Router):
     """
 
     # The side that chooses: "token" or "expert".
-    side = None
+    side = "token"
     normalizations = (None,)
 
     def __init__(
         self,
         num_experts: int,
         num_selected_experts: int = 1,
-        affinity: Any = "softmax",
+        affinity: affinities.Affinity | str | Config = "softmax",
         combine: str = "softmax",
         normalize_gates: str | None = None,
         capacity_factor: float | None = None,
@@ -95,9 +97,9 @@ class SparseRouter(Router):
         capacity_multiple_of: int | None = None,
         noise_std: float | None = None,
         noisy_combine: bool | None = None,
-        kernel_initializer: Any = "lecun_normal",
+        kernel_initializer: Initializer = "lecun_normal",
         num_modalities: int | None = None,
-        expert_pools: Any = None,
+        expert_pools: Sequence[Sequence[int]] | None = None,
         seed: int | None = None,
         **kwargs,
     ):
@@ -170,9 +172,9 @@ class SparseRouter(Router):
 
     def call(
         self,
-        tokens: Any,
-        mask: Any = None,
-        modality_ids: Any = None,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        modality_ids: Tensor | None = None,
         training: bool | None = None,
     ) -> tuple[Any, Routing]:
         known = self.known_tokens(modality_ids)
@@ -190,7 +192,7 @@ class SparseRouter(Router):
             return len(self.expert_pools)
         return self.num_modalities
 
-    def known_tokens(self, modality_ids: Any) -> Any:
+    def known_tokens(self, modality_ids: Tensor | None) -> Tensor | None:
         """Mask (G, S) of tokens with known modalities; None if all count."""
         if self.modality_count is None:
             return None
@@ -202,7 +204,7 @@ class SparseRouter(Router):
         modality_ids = ops.cast(modality_ids, "int32")
         return ops.logical_and(modality_ids >= 0, modality_ids < self.modality_count)
 
-    def logits(self, tokens: Any, modality_ids: Any = None) -> Any:
+    def logits(self, tokens: Tensor, modality_ids: Tensor | None = None) -> Tensor:
         """Returns float32 logits (G, S, E) of tokens; override it for other logits.
 
         Args:
@@ -211,7 +213,7 @@ class SparseRouter(Router):
         """
         if self.num_modalities is None:
             return ops.matmul(tokens, self.kernel)
-        logits = 0.0
+        logits: Any = 0.0
         for modality in range(self.num_modalities):
             own = ops.matmul(tokens, self.kernel[modality])
             is_own = ops.expand_dims(ops.equal(modality_ids, modality), -1)
@@ -221,7 +223,7 @@ class SparseRouter(Router):
     def _allowed_experts(self, modality_ids, known):
         """Mask (G, S, E) of the experts that each token may use."""
         allowed = ops.expand_dims(ops.logical_not(known), -1)
-        for modality, pool in enumerate(self.expert_pools):
+        for modality, pool in enumerate(self.expert_pools or ()):
             in_pool = [expert in pool for expert in range(self.num_experts)]
             is_own = ops.expand_dims(ops.equal(modality_ids, modality), -1)
             own = ops.logical_and(is_own, ops.convert_to_tensor(in_pool, "bool"))
@@ -230,11 +232,11 @@ class SparseRouter(Router):
 
     def route(
         self,
-        logits: Any,
-        allowed: Any,
-        mask: Any,
+        logits: Tensor,
+        allowed: Tensor | None,
+        mask: Tensor | None,
         training: bool | None,
-        modality_ids: Any = None,
+        modality_ids: Tensor | None = None,
     ) -> tuple[Any, Routing]:
         """Plan and record for logits (G, S, E) and each token's `allowed` experts."""
         clean_logits = self.scale_logits(logits)
@@ -272,17 +274,17 @@ class SparseRouter(Router):
         )
         return plan, Routing(logits, noisy_logits, affinity, gates, *plan.assignments())
 
-    def scale_logits(self, logits: Any) -> Any:
+    def scale_logits(self, logits: Tensor) -> Tensor:
         """Hook that changes logits before routing; `Routing.logits` is unscaled."""
         return logits
 
     def allocate(
         self,
-        affinity: Any,
-        gates: Any,
-        mask: Any = None,
+        affinity: Tensor,
+        gates: Tensor,
+        mask: Tensor | None = None,
         training: bool | None = None,
-        modality_ids: Any = None,
+        modality_ids: Tensor | None = None,
     ) -> Any:
         """The plan for an affinity and combine weights, both (G, S, E).
 
@@ -290,7 +292,9 @@ class SparseRouter(Router):
         """
         raise NotImplementedError
 
-    def max_nonzeros(self, num_tokens: Any, training: bool | None) -> Any:
+    def max_nonzeros(
+        self, num_tokens: int | Tensor, training: bool | None
+    ) -> int | Tensor | None:
         """Largest number of assignments per token or expert, for sparse plans."""
         raise NotImplementedError
 
@@ -304,7 +308,7 @@ class SparseRouter(Router):
             return self.capacity_factor, self.capacity
         return own
 
-    def group_capacity(self, num_tokens: Any, training: bool | None) -> Any:
+    def group_capacity(self, num_tokens: int | Tensor, training: bool | None) -> Any:
         """The capacity C for groups of `num_tokens`; None if unlimited."""
         factor, capacity = self.limits(training)
         if factor is None:
@@ -320,8 +324,12 @@ class SparseRouter(Router):
         return None if by_example else self.capacity_multiple_of
 
     def capacity_of(
-        self, num_tokens: Any, factor: float, selected: int, multiple_of: int | None
-    ) -> Any:
+        self,
+        num_tokens: int | Tensor,
+        factor: float,
+        selected: int,
+        multiple_of: int | None,
+    ) -> int | Tensor:
         """The capacity C = `num_tokens` K c / E of a group, rounded."""
         return expert_capacity(
             num_tokens,
@@ -332,7 +340,7 @@ class SparseRouter(Router):
             multiple_of=multiple_of,
         )
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         kernel = (shape[-1], self.num_experts)
         if self.num_modalities:
             kernel = (self.num_modalities, *kernel)
@@ -342,14 +350,14 @@ class SparseRouter(Router):
         return {**super().get_config(), "num_selected_experts": self._selected}
 
 
-def both_masks(mask: Any, known: Any) -> Any:
+def both_masks(mask: Tensor | None, known: Tensor | None) -> Tensor | None:
     """Combines two masks (G, S), either of which may be None."""
     if mask is None or known is None:
         return known if mask is None else mask
     return ops.logical_and(mask, known)
 
 
-def is_sequence(value: Any) -> bool:
+def is_sequence(value: object) -> bool:
     return not isinstance(value, (str, dict)) and hasattr(value, "__iter__")
 
 

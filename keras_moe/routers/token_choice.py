@@ -5,6 +5,7 @@ Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidde
 
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -18,6 +19,7 @@ from keras_moe._checks import (
     check_selected,
     outer_stack_level,
 )
+from keras_moe._types import Tensor
 from keras_moe.ops._primitives import vmap_groups
 from keras_moe.ops.plans import RaggedPlan, RoutingPlan
 from keras_moe.ops.token_choice import (
@@ -56,12 +58,6 @@ class TokenChoiceRouter(SparseRouter):
             token's K choices, `"after"` over those that got a slot (*CLIP-UP*, appendix
             B.3); None keeps them. With K=1 a normalised gate is 1, and has no gradient.
 
-    Call arguments:
-        tokens: (G, S, D).
-        mask: boolean (G, S), False for tokens that are not routed.
-        modality_ids: integers (G, S); tokens with ids outside [0, M) are not routed.
-        training: whether noise and capacity limits apply.
-
     Output shape: `(RoutingPlan, Routing)`, or `(RaggedPlan, Routing)` without a
     capacity; see their attributes.
 
@@ -78,7 +74,6 @@ class TokenChoiceRouter(SparseRouter):
     (1, 6, 4)
     """
 
-    side = "token"
     default_capacity_factor = 1.05
     normalizations = NORMALIZATIONS
 
@@ -87,8 +82,8 @@ class TokenChoiceRouter(SparseRouter):
         num_experts: int,
         num_selected_experts: int = 2,
         dropless: bool = False,
-        priority: Any = "first_come",
-        excluded_experts: Any = (),
+        priority: str | Sequence[int] = "first_come",
+        excluded_experts: Sequence[int] = (),
         **kwargs,
     ):
         super().__init__(num_experts, num_selected_experts, **kwargs)
@@ -121,7 +116,7 @@ class TokenChoiceRouter(SparseRouter):
         load = {"load": 0.005} if self.noise_std > 0 else {}
         return {"importance": 0.005, **load}
 
-    def check_excluded(self, excluded_experts: Any) -> tuple[int, ...]:
+    def check_excluded(self, excluded_experts: Sequence[int]) -> tuple[int, ...]:
         """Checks that K experts remain; returns the excluded ones sorted."""
         excluded = check_indices("excluded_experts", excluded_experts, self.num_experts)
         pools = self.expert_pools or [range(self.num_experts)]
@@ -142,11 +137,11 @@ class TokenChoiceRouter(SparseRouter):
 
     def route(
         self,
-        logits: Any,
-        allowed: Any,
-        mask: Any,
+        logits: Tensor,
+        allowed: Tensor | None,
+        mask: Tensor | None,
         training: bool | None,
-        modality_ids: Any = None,
+        modality_ids: Tensor | None = None,
     ) -> tuple[Any, Any]:
         if self.excluded_experts:
             kept = [e not in self.excluded_experts for e in range(self.num_experts)]
@@ -167,7 +162,9 @@ class TokenChoiceRouter(SparseRouter):
         priority = self.served_by(affinity, modality_ids, training)
         return self.choose(affinity, gates, mask, capacity, priority)
 
-    def served_by(self, affinity: Any, modality_ids: Any, training: bool | None) -> Any:
+    def served_by(
+        self, affinity: Tensor, modality_ids: Tensor | None, training: bool | None
+    ) -> str | Tensor:
         """The `priority` argument of `token_choice`: a name, or ranks (G, S)."""
         if isinstance(self.priority, list):
             return _ranks(modality_ids, self.priority)
@@ -182,11 +179,11 @@ class TokenChoiceRouter(SparseRouter):
 
     def choose(
         self,
-        affinity: Any,
-        gates: Any,
-        mask: Any,
-        capacity: Any,
-        priority: Any,
+        affinity: Tensor,
+        gates: Tensor,
+        mask: Tensor | None,
+        capacity: int | Tensor | None,
+        priority: str | Tensor,
         **arguments: Any,
     ) -> Any:
         """The token choice plan; dropless if `capacity` is None."""

@@ -21,8 +21,8 @@ from keras_moe._compat import flatten_layers
 from keras_moe._freezing import copy_freezing
 from keras_moe._types import Structure
 from keras_moe.layers import MLP
+from keras_moe.layers.moe_config import MUMOE
 from keras_moe.layers.multilinear_experts import check_levels
-from keras_moe.layers.mumoe_config import MUMOE
 from keras_moe.models import Blueprint, convert, registry
 from keras_moe.models.loading._overrides import (
     apply_overrides,

@@ -45,7 +45,7 @@ def pruned(kept_experts=0, **arguments):
 
 
 def run(**arguments):
-    block = layers.Block(layers.SelfAttention(2, 4), layers.MLP(4))
+    block = layers.Block(layers.Attention(2, 4), layers.MLP(4))
     return block(zeros(1, 6, 8), **arguments)
 
 
@@ -127,10 +127,10 @@ BAD_VALUES = [
     (layers.MaskedPooling, {"pooling": "end_of_text"}, {"end_of_text_id": [-1]}),
     (layers.ZeroComputationExperts, {}, {"zero_experts": [-1, 0.5]}),
     (layers.TokenEmbedding, {"vocabulary_size": 4, "hidden_dim": 4}, {
-        "vocabulary_size": [0], "hidden_dim": [0], "embeddings_initializer": ["glort"],
+        "vocabulary_size": [0], "hidden_dim": [0],
     }),
     (layers.TextPositions, {}, {"max_length": [0]}),
-    (layers.SelfAttention, {"num_heads": 2, "key_dim": 4}, {
+    (layers.Attention, {"num_heads": 2, "key_dim": 4}, {
         "query_key_norm": [1, "x"], "seed": [-1],
     }),
     (layers.LayerNorm, {}, {"epsilon": [0.0]}),
@@ -143,7 +143,6 @@ BAD_VALUES = [
         "position_embedding": ["x"], "activation": ["x"], "normalize_gates": [1],
         "layer_norm_epsilon": [NAN], "shared_expert_initialization": [1],
     }),
-    (vit, {"router": "soft"}, {"slot_initializer": ["normall"]}),
     (losses.AuxiliaryLoss, {"function": "importance"}, {"weight": [NAN, "x", True]}),
 ]  # fmt: skip
 

@@ -27,7 +27,7 @@ MLP = {
     "use_bias": False,
 }  # fmt: skip
 ATTENTION = {
-    "num_heads": 2, "key_dim": D // 2, "query_key_norm": True, "seed": 4,
+    "num_heads": 2, "key_dim": D // 2, "query_key_norm": "layer", "seed": 4,
     "query_key_norm_bias": True, "layer_norm_epsilon": 1e-5, "dropout": 0.2,
 }  # fmt: skip
 BLOCK = {
@@ -70,12 +70,11 @@ ARGUMENTS = {
     "ReversibleTokenEmbedding": (layers.ReversibleTokenEmbedding, {
         "vocabulary_size": 5, "hidden_dim": D, "tied": False,
     }),
-    "SelfAttention": (layers.SelfAttention, ATTENTION),
+    "Attention": (layers.Attention, ATTENTION),
     "MaskedPooling": (layers.MaskedPooling, {"pooling": "last"}),
     "TextPositions": (layers.TextPositions, {"max_length": 7}),
     "TokenEmbedding": (layers.TokenEmbedding, {
         "vocabulary_size": 5, "hidden_dim": D,
-        "embeddings_initializer": "glorot_normal",
     }),
     "TokenMLP": (layers.TokenMLP, {
         "mlp_dim": 5, "activation": "relu", "dropout": 0.1, "seed": 2,
@@ -92,12 +91,11 @@ ARGUMENTS = {
     }),
     "SoftRouter": (routers.SoftRouter, {
         "num_experts": E, "capacity_factor": 1.5, "capacity_rounding": "ceil",
-        "noise_std": 0.5, "slot_initializer": "glorot_normal", "seed": 7,
-        "scale_initializer": keras.initializers.Constant(2.0),
+        "noise_std": 0.5, "seed": 7,
     }),
     "PathwayAwareRouter": (routers.PathwayAwareRouter, {
         "num_experts": E + 4, "tau": 0.5, "gate_hidden_dim": 7, "logits_norm_std": 1.5,
-        "zero_gates": "remove", "residual_initializer": "identity", **EXPERT_TYPES,
+        "zero_gates": "remove", **EXPERT_TYPES,
         **TOKENS_CHOOSE, "capacity_factor": 3.0, "eval_capacity_factor": 4.0,
     }),
 }  # fmt: skip
@@ -130,7 +128,7 @@ def moe_plus_plus(dtype=None, **kwargs):
 
 
 def block(dtype=None, **kwargs):
-    mixer = layers.SelfAttention(**ATTENTION, dtype=dtype)
+    mixer = layers.Attention(**ATTENTION, dtype=dtype)
     options = {**BLOCK, "use_bias": False, "feed_forward_norm": False, "dtype": dtype}
     return layers.Block(mixer, layers.MLP(**MLP, dtype=dtype), **options, **kwargs)
 
@@ -155,7 +153,7 @@ MAKERS = {
 
 SHAPES = {"Experts": (B, E, 5, D), "PatchEmbedding": (B, 8, 8, 3)}
 # Those with a kernel, a gradient or random numbers of the backend's own.
-OF_EACH_BACKEND = ("Experts", "LayerNorm", "MoE", "MuMoE", "RMSNorm", "SelfAttention")
+OF_EACH_BACKEND = ("Experts", "LayerNorm", "MoE", "MuMoE", "RMSNorm", "Attention")
 
 
 @pytest.mark.parametrize(
@@ -235,7 +233,7 @@ def test_a_block_takes_any_layer_that_returns_a_record():
         def call(self, inputs, training=None):
             return super().call(inputs, training=training), inputs
 
-    block = layers.MoEBlock(layers.SelfAttention(2, 2), Recorded(8))
+    block = layers.MoEBlock(layers.Attention(2, 2), Recorded(8))
     tokens, record = block(np.ones((1, 2, 4), "float32"))
     assert tuple(tokens.shape) == tuple(record.shape) == (1, 2, 4)
 
@@ -274,13 +272,13 @@ COUNTED = {
     "MuMoE of the whole tensor": mumoe_of((4, 2), None, None),
     "plain MuMoEBlock": lambda: layers.MuMoEBlock(16, num_experts=4, input_norm=True),
     "MultilinearExperts": lambda: layers.MultilinearExperts(10, 4, rank=3),
-    "plain SelfAttention": lambda: layers.SelfAttention(**HEADS),
-    "no biases": lambda: layers.SelfAttention(**HEADS, use_bias=False),
-    "CausalAttention": lambda: layers.CausalAttention(**HEADS),
-    "grouped CausalAttention": lambda: layers.CausalAttention(
+    "plain Attention": lambda: layers.Attention(**HEADS),
+    "no biases": lambda: layers.Attention(**HEADS, use_bias=False),
+    "Attention": lambda: layers.Attention(**HEADS),
+    "grouped Attention": lambda: layers.Attention(
         **HEADS, num_key_value_heads=1, use_bias=False, query_key_norm="rms"
     ),
-    "plain block": lambda: layers.Block(layers.SelfAttention(**HEADS), layers.MLP(16)),
+    "plain block": lambda: layers.Block(layers.Attention(**HEADS), layers.MLP(16)),
     "block of muMoE": lambda: layers.MoEBlock(
         layers.TokenMuMoE(layers.MuMoEBlock(16, num_experts=4, rank=3)),
         layers.MuMoEBlock(16, num_experts=4, rank=3),
@@ -334,7 +332,7 @@ def test_weight_shapes_and_parameters_are_those_of_the_built_layer(name):
     # Kernel (8, 4), and two of four experts for each token.
     ("MoE of token choice", (1152, 32 + 2 * 280, 12 * (32 + 2 * 2 * 8 * 16))),
     # Four projections, and queries by keys and weights by values.
-    ("plain SelfAttention", (288, 288, 2 * 6 * 4 * 64 + 2 * 2 * 6 * 6 * 8)),
+    ("plain Attention", (288, 288, 2 * 6 * 4 * 64 + 2 * 2 * 6 * 6 * 8)),
     # A row for each of 20 ids, of which a lookup multiplies none.
     ("vocabulary of 20", (160, 160, 0)),
     # 4 x 3 patches of 2 x 4 x 3 numbers.
@@ -359,5 +357,5 @@ def test_every_public_layer_is_checked():
     public -= {layers.ZeroComputationExperts, layers.MultilinearExperts}
     # Between them goes a mask, and its weights have no part in its output: both have
     # tests of their own.
-    public -= {layers.CausalAttention, layers.LogitScale}
+    public -= {layers.Attention, layers.LogitScale}
     assert public == {type(make()) for make in MAKERS.values()}

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe.layers._inner_call import fused_bias
+from keras_moe.layers._layer import fused_bias
 from tests.compare import assert_close
 
 TOKENS = np.random.default_rng(0).normal(size=(2, 3, 8)).astype("float32")

@@ -9,11 +9,11 @@ import pytest
 from keras_moe import losses, routers
 from keras_moe.layers import (
     MLP,
+    Attention,
     MoE,
     MoEConfig,
     MuMoEBlock,
     MuMoEConfig,
-    SelfAttention,
     TowerSpec,
     moe_config,
 )
@@ -54,7 +54,7 @@ def blocks(moe, num_layers=3, **arguments):
     spec = TowerSpec(
         num_layers=num_layers, num_tokens=9, mlp_dim=8, moe=moe, **arguments
     )
-    return [b.feed_forward for b in spec.blocks(lambda _: SelfAttention(2, 4))]
+    return [b.feed_forward for b in spec.blocks(lambda _: Attention(2, 4))]
 
 
 @pytest.mark.parametrize(

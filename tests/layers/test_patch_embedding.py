@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from keras_moe import layers
-from keras_moe.layers._interpolation import cubic_weights, linear_weights
+from keras_moe.layers.position_embedding import cubic_weights, linear_weights
 from tests import golden
 from tests.compare import assert_close, assert_same
 

@@ -17,7 +17,7 @@ def tokens():
 
 
 def dense_block(**kwargs):
-    attention = layers.SelfAttention(2, D // 2, dropout=0.2, seed=4)
+    attention = layers.Attention(2, D // 2, dropout=0.2, seed=4)
     mlp = layers.MLP(16, dropout=0.1, seed=2)
     return layers.Block(
         attention, mlp, dropout=0.1, stochastic_depth=0.4, seed=5, **kwargs
@@ -37,7 +37,7 @@ def moe_block(dropless=False, **kwargs):
     moe = layers.MoE(
         router, layers.Experts(E, 16, dropout=0.1, seed=3), auxiliary_losses=losses
     )
-    attention = layers.SelfAttention(2, D // 2, dropout=0.2, seed=4)
+    attention = layers.Attention(2, D // 2, dropout=0.2, seed=4)
     return layers.MoEBlock(
         attention, moe, dropout=0.1, stochastic_depth=0.4, seed=5, **kwargs
     )
@@ -100,7 +100,7 @@ def test_no_value_of_the_region_is_kept():
 
     for rematerialize, times in ((False, 1), (True, 2)):
         block = layers.Block(
-            layers.SelfAttention(2, D // 2), Counted(16), rematerialize=rematerialize
+            layers.Attention(2, D // 2), Counted(16), rematerialize=rematerialize
         )
         block.build((None, N, D))
         if keras.backend.backend() == "jax":

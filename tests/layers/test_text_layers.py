@@ -5,9 +5,9 @@ import pytest
 from keras import ops
 
 from keras_moe.layers import (
+    Attention,
     AttentionPooling,
     MaskedPooling,
-    SelfAttention,
     TextPositions,
     TokenEmbedding,
 )
@@ -79,7 +79,7 @@ def test_a_probe_reads_no_padding():
     "mask", [MASK, MASK[:, None] & MASK[..., None]], ids=["tokens", "pairs"]
 )
 def test_attention_takes_lists_as_masks(mask, op_by_op):
-    layer, tokens = SelfAttention(1, 4), np.ones((2, 6, 4), "float32") * TOKENS
+    layer, tokens = Attention(1, 4), np.ones((2, 6, 4), "float32") * TOKENS
     expected = to_numpy(layer(tokens, mask=mask))
     as_list = to_numpy(layer(tokens, mask=mask.tolist()))
     assert_same(as_list, expected)

@@ -5,7 +5,7 @@ import pytest
 from keras.losses import MeanSquaredError
 
 from keras_moe import models
-from keras_moe.layers import MLP, Block, MuMoE, SelfAttention
+from keras_moe.layers import MLP, Attention, Block, MuMoE
 from keras_moe.losses import SigmoidContrastiveLoss
 from keras_moe.models import (
     ContrastiveAccuracy,
@@ -80,7 +80,7 @@ MAKERS = {
     "tokenizer": lambda **kw: TextTokenizer(
         **{"tokenizer": small_tokenizer().tokenizer, **kw}
     ),
-    "block": lambda **kw: Block(SelfAttention(2, 4), MLP(8), **kw),
+    "block": lambda **kw: Block(Attention(2, 4), MLP(8), **kw),
     "clip": clip,
     "limoe": limoe,
     "contrastive accuracy": ContrastiveAccuracy,
@@ -184,7 +184,7 @@ OTHERS = [
     ("classifier", {"head": HEAD, "head_position": "last"}, "head_position='last'"),
     ("classifier", {"pooling": "first"}, "class_token=True"),
     ("classifier", {"pooling": "map", "pooling_query_key_norm": 1}, "key_norm=1"),
-    ("classifier", {"pooling": "map", "query_key_norm_bias": True}, "norm=False"),
+    ("classifier", {"pooling": "map", "query_key_norm_bias": True}, "bias=True"),
     ("card", {"tags": "vision"}, "list of strings; received: 'vision'"),
     ("card", {"results": [RESULT("a", NAN, "c")]}, "a to be a finite number"),
     ("card", {"picture": __file__}, "picture to be one of .*'.png'"),

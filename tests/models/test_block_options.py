@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from keras_moe import models
-from keras_moe.layers import MLP, Block, LogitScale, SelfAttention
+from keras_moe.layers import MLP, Attention, Block, LogitScale
 from keras_moe.routers import Router
 from tests.calls import call
 from tests.compare import assert_close, assert_same
@@ -36,9 +36,7 @@ def scales(backbone):
 
 @pytest.mark.every_backend
 def test_layer_scale_by_hand():
-    block = Block(
-        SelfAttention(2, 4), MLP(16), layer_scale_initial_value=0.5, name="block"
-    )
+    block = Block(Attention(2, 4), MLP(16), layer_scale_initial_value=0.5, name="block")
     tokens = np.random.default_rng(0).normal(size=(2, 3, 8)).astype("float32")
     block(tokens)
     mixer = np.linspace(-1.0, 1.0, 8, dtype="float32")

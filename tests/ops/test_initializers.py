@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from keras import initializers, ops
 
-from keras_moe.layers import MLP, PerExpert, SelfAttention
+from keras_moe.layers import MLP, Attention, PerExpert
 from keras_moe.ops._initializers import PathInitializer, initial_values, skip_init
 from tests.compare import assert_same
 
@@ -105,7 +105,7 @@ def test_a_seed_of_the_users_own_gives_sublayers_their_own_values():
     # The names of these layers count on.
     for _ in range(2):
         glorot = initializers.GlorotUniform(seed=1)
-        layer = SelfAttention(2, 4, kernel_initializer=glorot)
+        layer = Attention(2, 4, kernel_initializer=glorot)
         layer.build((None, 5, 8))
         kernels.append(
             [to_numpy(w).ravel() for w in layer.weights if "kernel" in w.path]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import ops
 
-from keras_moe.layers import Experts, MoE, MoEConfig, SelfAttention, TowerSpec
+from keras_moe.layers import Attention, Experts, MoE, MoEConfig, TowerSpec
 from keras_moe.ops import RoutingPlan, token_choice
 from keras_moe.routers import PathwayAwareRouter, TokenChoiceRouter
 from tests.calls import call
@@ -162,7 +162,7 @@ def test_a_config_takes_them_to_each_block():
         moe = MoEConfig.from_dict(plain)
         assert moe.modality_count == (None if isinstance(priority, str) else 2)
         spec = TowerSpec(num_layers=1, num_tokens=4, mlp_dim=8, moe=moe)
-        (block,) = spec.blocks(lambda _: SelfAttention(2, 4))
+        (block,) = spec.blocks(lambda _: Attention(2, 4))
         router = block.feed_forward.router
         again = TokenChoiceRouter.from_config(router.get_config())
         assert router.priority == again.priority == expected

@@ -138,7 +138,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
 
 def naive_multiply_adds(layer: MultilinearExperts, dim: int) -> int:
     """Multiply-adds of one token if the weight tensor is built from its factors."""
-    spec = layer._tensor_spec(dim)
+    spec = layer.tensor_spec(dim)
     modes, rank, total = spec.modes, spec.rank, 0
     if spec.factorization == "cp":
         total = math.prod(modes) * rank
@@ -162,7 +162,7 @@ class Costs(Part):
             gate = MuMoE(units, experts, kind, rank).gate.cost((1, inputs)).parameters
             rows[name] = {
                 "naive": gate + naive_multiply_adds(layer, inputs),
-                "factorized": gate + layer.multiply_adds(inputs),
+                "factorized": gate + layer.tensor_spec(inputs).multiply_adds,
                 "printed": printed,
             }
         return rows

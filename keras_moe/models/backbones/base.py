@@ -12,7 +12,7 @@ from keras_moe._checks import check_bool, check_concrete, check_dtype
 from keras_moe._compat import order_layers
 from keras_moe._types import Config, DType
 from keras_moe.layers import MoEConfig, MuMoEConfig, TowerConfig
-from keras_moe.layers._initialization import initialization_rules, warn_of_unused
+from keras_moe.layers.tower_config import initialization_rules, warn_of_unused
 from keras_moe.models.backbones.config import takes
 from keras_moe.models.backbones.tower import Tower, TowerOutputs
 from keras_moe.models.base._model import Backbone, MoEModel

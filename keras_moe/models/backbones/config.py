@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
 
 from keras_moe._checks import check_bool, check_image_shape, check_integer, head_size
 from keras_moe._types import DType
-from keras_moe.layers import SelfAttention, TowerConfig, TowerSpec
+from keras_moe.layers import Attention, TowerConfig, TowerSpec
 
 P = ParamSpec("P")
 
@@ -72,24 +72,23 @@ class TransformerConfig(TowerConfig, ModelArguments):
     def __post_init__(self):
         super().__post_init__()
         head_size(self.num_heads, self.hidden_dim)
+        for name in ("query_key_norm", "query_key_norm_bias"):
+            check_bool(name, getattr(self, name))
 
-    def attention(
-        self, spec: TowerSpec, index: int, causal: bool = False
-    ) -> SelfAttention:
+    def attention(self, spec: TowerSpec, index: int, **arguments: Any) -> Attention:
         """Creates the attention layer of a block, unbuilt."""
-        return SelfAttention(
+        arguments.setdefault("query_key_norm", "layer" if self.query_key_norm else None)
+        return Attention(
             self.num_heads,
             head_size(self.num_heads, self.hidden_dim),
-            query_key_norm=self.query_key_norm,
             query_key_norm_bias=self.query_key_norm_bias,
             layer_norm_epsilon=self.layer_norm_epsilon,
             dropout=self.attention_dropout,
             # With the block's seed both dropouts would drop the same positions.
             seed=spec.seed_of(index, 1),
-            causal=causal,
             use_bias=self.use_bias,
             dtype=spec.dtype,
-            name="attention",
+            **arguments,
         )
 
 

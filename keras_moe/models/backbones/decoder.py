@@ -20,14 +20,14 @@ from keras_moe._checks import (
 )
 from keras_moe._types import DType, Tensor
 from keras_moe.layers import (
-    CausalAttention,
+    Attention,
     CausalMask,
     MoEConfig,
     ReversibleTokenEmbedding,
     TextPositions,
     TowerSpec,
 )
-from keras_moe.layers.causal_attention import check_key_value_heads
+from keras_moe.layers.attention import check_key_value_heads
 from keras_moe.models.backbones.base import MoEBackbone, ReadsTexts
 from keras_moe.models.backbones.config import (
     TransformerConfig,
@@ -85,30 +85,20 @@ class DecoderConfig(TransformerConfig, VocabularyConfig):
         if isinstance(self.moe, MoEConfig):
             check_causal(self.moe)
 
-    def attention(
-        self, spec: TowerSpec, index: int, causal: bool = True
-    ) -> CausalAttention:
-        rotary = None
+    def attention(self, spec: TowerSpec, index: int, **arguments: Any) -> Attention:
         if self.positions == "rotary":
-            rotary = keras_hub.layers.RotaryEmbedding(
+            arguments["positions"] = keras_hub.layers.RotaryEmbedding(
                 self.rope_theta,  # pyright: ignore[reportArgumentType]
                 self.rope_scaling,
                 dtype=spec.dtype,
                 name="rotary_embedding",
             )
-        return CausalAttention(
-            self.num_heads,
-            head_size(self.num_heads, self.hidden_dim),
-            self.num_key_value_heads,
-            rotary,
-            use_bias=self.use_bias,
-            dropout=self.attention_dropout,
-            seed=spec.seed_of(index, 1),
+        return super().attention(
+            spec,
+            index,
+            num_key_value_heads=self.num_key_value_heads,
             query_key_norm=self.norm if self.query_key_norm else None,
-            query_key_norm_bias=self.query_key_norm_bias,
-            layer_norm_epsilon=self.layer_norm_epsilon,
-            dtype=spec.dtype,
-            name="attention",
+            **arguments,
         )
 
 

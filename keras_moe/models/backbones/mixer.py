@@ -14,7 +14,7 @@ from keras_moe.layers import (
     TowerSpec,
     resolve_moe_layers,
 )
-from keras_moe.layers.mumoe_config import MUMOE
+from keras_moe.layers.moe_config import MUMOE
 from keras_moe.models.backbones.base import ImageBackbone
 from keras_moe.models.backbones.config import ImageConfig, takes
 from keras_moe.models.backbones.tower import Tower, image_tower

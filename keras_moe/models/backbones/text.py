@@ -125,7 +125,9 @@ class TextBackbone(ReadsTexts, MoEBackbone):
         spec = TowerSpec.of(config, config.max_length, dtype)
         return Tower(
             (*text_embedding(config, dtype), embedding_dropout(config, dtype)),
-            spec.blocks(lambda index: config.attention(spec, index, config.causal)),
+            spec.blocks(
+                lambda index: config.attention(spec, index, causal=config.causal)
+            ),
             final_norm_layer(config, dtype) if config.final_norm else None,
         )
 

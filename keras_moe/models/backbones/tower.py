@@ -60,10 +60,10 @@ class Tower(NamedTuple):
     Example:
 
     >>> import keras
-    >>> from keras_moe.layers import TowerSpec, PatchEmbedding, SelfAttention
+    >>> from keras_moe.layers import TowerSpec, PatchEmbedding, Attention
     >>> from keras_moe.models.backbones.tower import Tower
     >>> spec = TowerSpec(num_layers=2, num_tokens=4, mlp_dim=16)
-    >>> blocks = spec.blocks(lambda index: SelfAttention(num_heads=2, key_dim=4))
+    >>> blocks = spec.blocks(lambda index: Attention(num_heads=2, key_dim=4))
     >>> tower = Tower((PatchEmbedding(8, patch_size=4),), blocks)
     >>> tuple(tower(keras.Input((8, 8, 3))).tokens.shape)
     (None, 4, 8)

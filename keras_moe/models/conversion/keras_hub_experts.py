@@ -14,8 +14,7 @@ from keras import ops
 
 from keras_moe import _compat
 from keras_moe.layers import Experts, MoE
-from keras_moe.layers._inner_call import inner_call
-from keras_moe.layers._layer import build_once
+from keras_moe.layers._layer import build_once, inner_call
 from keras_moe.losses import AuxiliaryLoss
 from keras_moe.routers import TokenChoiceRouter
 

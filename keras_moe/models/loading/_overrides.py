@@ -8,7 +8,7 @@ from typing import Any
 
 from keras_moe._checks import argument_names, check_argument_names
 from keras_moe.layers import MoEBlock, MoEConfig, MuMoEConfig, moe_config
-from keras_moe.layers.mumoe_config import MUMOE
+from keras_moe.layers.moe_config import MUMOE
 from keras_moe.models.registry import backbone_class
 from keras_moe.models.saving._lora import FROZEN, TRAINING
 from keras_moe.routers import ROUTERS, PathwayAwareRouter, Router, SoftRouter

@@ -15,7 +15,7 @@ from keras_moe._checks import (
     check_one_of,
     check_positive,
 )
-from keras_moe.layers._interpolation import (
+from keras_moe.layers.position_embedding import (
     INTERPOLATIONS,
     cubic_weights,
     linear_weights,

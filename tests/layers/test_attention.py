@@ -1,4 +1,4 @@
-"""Causal attention: masks, grouped queries and the cache."""
+"""Attention: masks, grouped queries and the cache."""
 
 import json
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_moe.layers import CausalAttention, CausalMask
+from keras_moe.layers import Attention, CausalMask
 from tests.calls import compiled
 from tests.compare import assert_close, assert_same
 
@@ -25,7 +25,7 @@ def attention(**kwargs):
         "query_key_norm_bias": True,
         "layer_norm_epsilon": 1e-5,
     }
-    return CausalAttention(**{**options, **kwargs})
+    return Attention(**{**options, **kwargs})
 
 
 def tokens(seed=0):
@@ -48,10 +48,8 @@ def test_documents_and_padding_are_apart():
 @pytest.mark.every_backend
 def test_groups_share_their_keys():
     """The same as attention whose keys and values are repeated by hand."""
-    grouped, full = (
-        attention(query_key_norm=None),
-        attention(num_key_value_heads=None, query_key_norm=None),
-    )
+    plain = {"query_key_norm": None, "query_key_norm_bias": False}
+    grouped, full = attention(**plain), attention(num_key_value_heads=None, **plain)
     mask, positions = CausalMask()(DOCUMENTS)
     for layer in (grouped, full):
         layer.build((2, 6, 8))
@@ -60,8 +58,9 @@ def test_groups_share_their_keys():
         if name in ("key_dense", "value_dense"):
             kernel = np.repeat(kernel, 2, axis=1)
         getattr(full, name).kernel.assign(kernel)
-    received = grouped(tokens(), mask, positions)
-    assert_close(received, full(tokens(), mask, positions), 1e-5, 1e-6)
+    arguments = {"mask": mask, "positions": positions}
+    received = grouped(tokens(), **arguments)
+    assert_close(received, full(tokens(), **arguments), 1e-5, 1e-6)
     # Two heads by hand.
     x = tokens()
     query, key, value = (
@@ -79,14 +78,15 @@ def test_groups_share_their_keys():
 
 @pytest.mark.every_backend
 def test_the_cache_gives_what_the_whole_sequence_gives():
-    layer = attention(use_bias=True)
+    # Of the mask's pairs, all are causal.
+    layer = attention(use_bias=True, causal=True)
     layer.build((2, 6, 8))
 
     @compiled
     def step(x, cache=None, start=0):
         mask, positions = CausalMask()(DOCUMENTS, start=start, num_queries=x.shape[1])
         arguments = {} if cache is None else {"cache": cache, "start": start}
-        return layer(x, mask, positions, **arguments)
+        return layer(x, mask=mask, positions=positions, **arguments)
 
     whole = ops.convert_to_numpy(step(tokens()))
     shape = layer.cache_shape(2, 6)
@@ -101,7 +101,8 @@ def test_the_cache_gives_what_the_whole_sequence_gives():
 def test_policies_costs_and_config(policy):
     layer = attention(dropout=0.3, dtype=policy)
     mask, positions = CausalMask()(DOCUMENTS)
-    outputs = layer(tokens(), mask, positions, training=True)
+    arguments = {"mask": mask, "positions": positions}
+    outputs = layer(tokens(), **arguments, training=True)
     assert (
         keras.backend.standardize_dtype(outputs.dtype)
         == keras.dtype_policies.get(policy).compute_dtype
@@ -110,10 +111,10 @@ def test_policies_costs_and_config(policy):
     # Projections of 4 + 2 + 2 + 4 heads, and both products of all pairs.
     assert layer.cost((6, 8)).flops == 2 * 6 * 8 * 12 * 2 + 4 * 6 * 6 * 8
     config = json.loads(json.dumps(layer.get_config()))
-    again = CausalAttention.from_config(config)
+    again = Attention.from_config(config)
     assert json.loads(json.dumps(again.get_config())) == config
     # Dropout drops.
-    plain = ops.convert_to_numpy(ops.cast(layer(tokens(), mask, positions), "float32"))
+    plain = ops.convert_to_numpy(ops.cast(layer(tokens(), **arguments), "float32"))
     dropped = ops.convert_to_numpy(ops.cast(outputs, "float32"))
     assert np.abs(plain - dropped).max() > 1e-3
 
@@ -126,16 +127,18 @@ def test_tpus_have_a_kernel_for_it(monkeypatch):
 
     mask, positions = CausalMask()(DOCUMENTS)
     full = attention(num_key_value_heads=None, dtype="mixed_bfloat16", dropout=0.5)
-    inputs, called = (tokens(), mask, positions), []
-    expected = ops.cast(full(*inputs), "float32")
+    arguments, called = {"mask": mask, "positions": positions}, []
+    expected = ops.cast(full(tokens(), **arguments), "float32")
     attend = _tpus_jax.attend
     monkeypatch.setattr(_nn, "is_bfloat16_on_tpus", lambda query: True)
     monkeypatch.setattr(
         _tpus_jax, "attend", lambda *args: called.append(1) or attend(*args)
     )
-    assert_close(ops.cast(full(*inputs), "float32"), expected, 2**-6, 2**-6)
+    assert_close(
+        ops.cast(full(tokens(), **arguments), "float32"), expected, 2**-6, 2**-6
+    )
     assert called == [1]
     # It has no dropout, and would copy the keys that queries share.
-    full(*inputs, training=True)
-    attention(dtype="mixed_bfloat16")(*inputs)
+    full(tokens(), **arguments, training=True)
+    attention(dtype="mixed_bfloat16")(tokens(), **arguments)
     assert called == [1]
