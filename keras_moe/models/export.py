@@ -9,25 +9,15 @@ from safetensors.numpy import save
 
 from keras_moe._checks import check_one_of
 from keras_moe._files import staged_folder, write_bytes, write_json
-from keras_moe.models.conversion import (
-    _dinov2,
-    _gpt2,
-    _moepp,
-    _openclip,
-    _transformers,
-)
-from keras_moe.models.conversion._configs import CLIP_IMAGES
+from keras_moe.models.conversion import _gpt2, _moepp, _openclip, _transformers
 from keras_moe.models.conversion._rules import Normalization
-from keras_moe.models.conversion._spec import ACTIVATIONS
+from keras_moe.models.conversion._spec import ACTIVATIONS, CLIP_IMAGES
 from keras_moe.models.conversion.published_weights import KERNEL, POSITIONS
 
 
 def _transformers_files(model):
     if model.is_decoder:
         return _gpt2.gpt2_files(model)
-    images_only = model.towers.keys() == {"image"}
-    if images_only and model.towers["image"].config["layer_scale_initial_value"]:
-        return _dinov2.dinov2_files(model)
     return _transformers.transformers_files(model)
 
 

@@ -4,6 +4,8 @@ Reads all naming styles: modules of a block counted together (`LayerNorm_0,
 MultiHeadDotProductAttention_1, ...`), counted by class, or named as in V-MoE.
 """
 
+from pathlib import Path
+
 from keras_moe._checks import check_image_shape
 from keras_moe.models.conversion._rules import (
     Direct,
@@ -14,6 +16,7 @@ from keras_moe.models.conversion._rules import (
 )
 from keras_moe.models.conversion._spec import (
     ConversionSpec,
+    Library,
     numbered,
     pair_spec,
     patch_arguments,
@@ -28,6 +31,7 @@ _RELEASED = {
     "vmoe_s32_last2": "vmoe_s32_last2_e8",
     "vmoe_b16_imagenet21k": "vmoe_b16_every2_e8",
 }
+_GOOGLE = Library("Google", "Apache-2.0")
 _ROUTING = (
     "num_selected_experts",
     "capacity_factor",
@@ -50,9 +54,10 @@ _IMAGE, _TEXT = "img/", "txt/"
 
 
 def google_spec(
-    file, name: str, overrides: dict, tower: str | None
+    file, config: dict, overrides: dict, tower: str | None = None
 ) -> ConversionSpec | None:
     """Returns the spec of a checkpoint with Google's names; None for others."""
+    name = Path(file.path).name
     for prefix in _PREFIXES:
         if f"{prefix}{_IMAGE}embedding/kernel" in file:
             spec = _pair_spec(file, prefix, name, overrides, tower)
@@ -227,11 +232,12 @@ def _vit_spec(file, prefix, name, overrides):
             task["pooling_query_key_norm"] = normalizes
     notes = _add_routing(arguments, task, name)
     _add_positions(file, prefix, root, rules, arguments, kernel_shape, overrides)
-    scheme = "V-MoE" if arguments.get("moe_layers") else "ViT"
+    architecture = "V-MoE" if arguments.get("moe_layers") else "ViT"
     if arguments.get("router") == "soft":
-        scheme = "Soft MoE"
+        architecture = "Soft MoE"
     return ConversionSpec(
-        f"{scheme} (Google)",
+        _GOOGLE,
+        architecture,
         "ViTBackbone",
         arguments,
         rules,
@@ -307,7 +313,8 @@ def _mixer_spec(file, prefix):
         "layer_norm_epsilon": 1e-6,
     }
     return ConversionSpec(
-        "MLP-Mixer (Google)",
+        _GOOGLE,
+        "MLP-Mixer",
         "MixerBackbone",
         arguments,
         {**rules, **head},
@@ -369,7 +376,8 @@ def _text_spec(file, prefix, overrides):
         pooling=pooling,
     )
     return ConversionSpec(
-        "V-MoE (Google)" if arguments.get("moe_layers") else "ViT (Google)",
+        _GOOGLE,
+        "V-MoE" if arguments.get("moe_layers") else "ViT",
         "TextBackbone",
         arguments,
         rules,

@@ -6,8 +6,6 @@ import keras
 import keras_hub
 import numpy as np
 
-from keras_moe.models.conversion import _configs
-from keras_moe.models.conversion._gpt2 import GPT2
 from keras_moe.models.conversion._readers import PublishedTensors, TensorInfo
 from keras_moe.models.conversion._rules import (
     Direct,
@@ -20,14 +18,18 @@ from keras_moe.models.conversion._rules import (
     without_projection,
 )
 from keras_moe.models.conversion._spec import (
+    GPT2,
     LOGIT_NAMES,
     POSITION_IDS,
     ConversionSpec,
+    Library,
+    interpolation,
     pair_spec,
 )
 from keras_moe.models.preprocessing.tokenizer import TextTokenizer
 
 _hub = keras_hub.models
+_KERAS_HUB = Library("KerasHub", "as its model card says (per preset)")
 _TEXTS = (_hub.CLIPTextEncoder, _hub.SigLIPTextEncoder)
 _PAIRS = (_hub.CLIPBackbone, _hub.SigLIPBackbone)
 # Llama 3 extends Llama.
@@ -274,7 +276,7 @@ def _vit_spec(encoder, classifier):
         "dropout_rate": encoder.dropout_rate,
         "attention_dropout": encoder.attention_dropout,
     }
-    return ConversionSpec("ViT (KerasHub)", "ViTBackbone", arguments, rules, task)
+    return ConversionSpec(_KERAS_HUB, "ViT", "ViTBackbone", arguments, rules, task)
 
 
 def _gpt2_spec(encoder, preprocessor):
@@ -294,7 +296,7 @@ def _gpt2_spec(encoder, preprocessor):
         "dropout_rate": encoder.dropout,
         "attention_dropout": encoder.dropout,
     }
-    return ConversionSpec("GPT-2 (KerasHub)", "DecoderBackbone", arguments, rules, {})
+    return ConversionSpec(_KERAS_HUB, "GPT-2", "DecoderBackbone", arguments, rules, {})
 
 
 def _llama_spec(encoder, preprocessor):
@@ -366,7 +368,7 @@ def _llama_spec(encoder, preprocessor):
             "KerasHub's have 1e-5",
         )
     return ConversionSpec(
-        f"{kind} (KerasHub)", "DecoderBackbone", arguments, rules, {}, notes=notes
+        _KERAS_HUB, kind, "DecoderBackbone", arguments, rules, {}, notes=notes
     )
 
 
@@ -445,8 +447,8 @@ def _image_spec(encoder, clip, probe):
         "activation": _activation(encoder),
         "layer_norm_epsilon": _CLIP_EPSILON if is_clip else encoder.layer_norm_epsilon,
     }
-    scheme = f"{'CLIP' if is_clip else 'SigLIP'} (KerasHub)"
-    return ConversionSpec(scheme, "ViTBackbone", arguments, rules, task)
+    name = "CLIP" if is_clip else "SigLIP"
+    return ConversionSpec(_KERAS_HUB, name, "ViTBackbone", arguments, rules, task)
 
 
 def _text_spec(encoder, clip):
@@ -476,7 +478,8 @@ def _text_spec(encoder, clip):
         arguments.update(projection_dim=encoder.projection_dim, projection_bias=True)
         rules.update(direct("projection", "head/"))
     return ConversionSpec(
-        f"{'CLIP' if is_clip else 'SigLIP'} (KerasHub)",
+        _KERAS_HUB,
+        "CLIP" if is_clip else "SigLIP",
         "TextBackbone",
         arguments,
         rules,
@@ -504,7 +507,7 @@ def _preprocessing(preprocessor):
     # Pixels x in [0, 1] become 255 x scale + offset.
     std = 1.0 / (255.0 * np.asarray(converter.scale, "float64"))
     mean = -std * np.asarray(0.0 if converter.offset is None else converter.offset)
-    arguments, notes = _configs.interpolation(converter.interpolation)
+    arguments, notes = interpolation(converter.interpolation)
     if arguments["interpolation"] == "bilinear":
         arguments["antialias"] = bool(converter.antialias)
     pads = getattr(converter, "pad_to_aspect_ratio", False)

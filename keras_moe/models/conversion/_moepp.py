@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.models.conversion import _configs
 from keras_moe.models.conversion._rules import (
     Direct,
     ExpertMatrix,
@@ -19,6 +18,8 @@ from keras_moe.models.conversion._rules import (
 )
 from keras_moe.models.conversion._spec import (
     ConversionSpec,
+    Library,
+    agree,
     numbered,
     required,
     usual_heads,
@@ -33,7 +34,9 @@ _SELECTED, _ZERO, _COPY, _CONSTANT = 2, 1, 1, 2
 _BUFFER = "rotary_emb.inv_freq"
 
 
-def moepp_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
+def moepp_spec(
+    file, config: dict, overrides: dict, tower: str | None = None
+) -> ConversionSpec | None:
     """Returns the spec of a MoE++ language model; None for other names."""
     first = f"{_LAYERS}0."
     if f"{first}{_GATE}gate_map.weight" not in file:
@@ -56,7 +59,7 @@ def moepp_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
     if config.get("tie_word_embeddings"):
         # A tied matrix may be in the file twice.
         sizes["tie_word_embeddings"] = True
-    _configs.agree(file, config, CONFIG_NAME, **sizes)
+    agree(file, config, CONFIG_NAME, **sizes)
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(
             f"Expected hidden_act='silu' in {CONFIG_NAME}, as in the release; received:"
@@ -86,7 +89,8 @@ def moepp_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
     if arguments["tied_embeddings"]:
         left["lm_head.weight"] = "tied to the embeddings"
     return ConversionSpec(
-        "MoE++ (SkyworkAI)",
+        Library("SkyworkAI", "as its model card says"),
+        "MoE++",
         "DecoderBackbone",
         arguments,
         moepp_rules(arguments),

@@ -1,6 +1,7 @@
 """Checkpoint readers. They read one tensor at a time and never unpickle."""
 
 import contextlib
+import json
 import math
 import os
 import zipfile
@@ -13,8 +14,7 @@ import numpy as np
 from numpy.lib import format as npy
 from safetensors import SafetensorError, safe_open
 
-from keras_moe._files import open_regular, regular_file
-from keras_moe.models.conversion._configs import read_object
+from keras_moe._files import open_regular, read_text, regular_file
 
 # Dtypes of weights, by their names in `.safetensors`.
 FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
@@ -101,6 +101,17 @@ class SafetensorsCheckpoint(PublishedTensors):
 
     def read(self, name: str) -> np.ndarray:
         return self._opened[name].get_tensor(name)
+
+
+def read_object(path: str | os.PathLike) -> dict:
+    """Reads a JSON file that holds an object."""
+    try:
+        return dict(json.loads(read_text(path)))
+    except (RecursionError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"Expected a whole JSON object in {path}; received: {error}. "
+            "The file is truncated or has another format."
+        ) from error
 
 
 def read_index(path: str | os.PathLike) -> list[str]:

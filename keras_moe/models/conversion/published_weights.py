@@ -22,15 +22,6 @@ from keras_moe.models.conversion._rules import Filled, PatchKernel
 from keras_moe.models.conversion._spec import ConversionSpec
 
 KERNEL, POSITIONS = "patch_embedding/kernel", "position_embedding/embedding"
-_GOOGLE, _PER_MODEL = "Apache-2.0", "as its model card says"
-_LICENCES = {
-    "(Google)": _GOOGLE,
-    "(timm)": f"{_PER_MODEL} (mostly Apache-2.0)",
-    "(OpenCLIP)": f"{_PER_MODEL} (OpenAI's: MIT)",
-    "(transformers)": f"{_PER_MODEL} (OpenAI's: MIT)",
-    "(SkyworkAI)": _PER_MODEL,
-    "(KerasHub)": f"{_PER_MODEL} (per preset)",
-}
 
 
 class ConvertedWeight(NamedTuple):
@@ -54,8 +45,9 @@ class ConversionReport(NamedTuple):
 
     Attributes:
         source: name of the source.
-        scheme: naming scheme, which identifies the publisher.
-        licence: licence of the weights, where the scheme implies it.
+        scheme: naming scheme, such as "ViT (timm)".
+        library: publisher of the weights, or the library that reads them.
+        licence: licence of the weights, where the library implies it.
         backbone: class of the backbone.
         arguments: arguments of the backbone in the source.
         weights: list of `ConvertedWeight`.
@@ -67,6 +59,7 @@ class ConversionReport(NamedTuple):
 
     source: str
     scheme: str
+    library: str
     licence: str
     backbone: str
     arguments: dict
@@ -208,8 +201,9 @@ class PublishedWeights:
             done.append(ConvertedWeight(weight.path, tuple(weight.shape), sources, how))
         return ConversionReport(
             self.source,
-            spec.scheme,
-            next(x for end, x in _LICENCES.items() if spec.scheme.endswith(end)),
+            f"{spec.architecture} ({spec.library.name})",
+            spec.library.name,
+            spec.library.licence,
             spec.backbone,
             spec.arguments,
             done,
