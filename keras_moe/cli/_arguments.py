@@ -36,7 +36,6 @@ class Result(NamedTuple):
     shown: tuple = ()
 
     def show(self, console: Any) -> None:
-        """Prints what people see."""
         for thing in self.shown:
             if callable(thing):
                 thing(console)
@@ -163,7 +162,6 @@ def add_overrides(
 
 
 def add_data_options(parser: Any) -> None:
-    """Adds `--data-options`."""
     what = "options of load_pairs"
     add_overrides(parser, "--data-options", what, "templates=imagenet")
 
@@ -182,12 +180,10 @@ def add_count(
 
 
 def add_batch_size(parser: Any) -> None:
-    """Adds the `--batch-size` of an evaluation."""
     add_count(parser, "--batch-size", "The number of examples in a batch.", 64)
 
 
 def add_shots(parser: Any, default: list[int] | None) -> None:
-    """Adds `--shots`."""
     what = "Training examples of each class for few-shot accuracy."
     add_count(parser, "--shots", what, default, nargs="+")
 
@@ -212,14 +208,12 @@ def add_run(
 
 
 def add_output(parser: Any, what: str, default: Path | None = None) -> None:
-    """Adds the `--output` folder."""
     parser.add_argument(
         "--output", type=Path, default=default, metavar="FOLDER", help=what
     )
 
 
 def add_target(parser: Any) -> None:
-    """Adds the folder of a new preset."""
     what = "The folder of the new preset; an older preset there is replaced."
     parser.add_argument("output", type=Path, metavar="FOLDER", help=what)
 
@@ -281,7 +275,6 @@ def override(text: str) -> tuple[str, Any]:
 
 
 def json_or_string(text: str) -> Any:
-    """The type of arguments that are JSON values, or else strings."""
     return override(f"VALUE={text}")[1]
 
 

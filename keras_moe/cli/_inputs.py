@@ -23,7 +23,6 @@ class Model(NamedTuple):
     recipe: dict[str, Any]
 
     def load(self) -> Any:
-        """The model with its weights."""
         task = {"task": "contrastive"} if self.embeds_pairs else {}
         if self.writes_texts:
             task = {"task": "causal_lm"}
@@ -86,11 +85,9 @@ class Examples(NamedTuple):
         )
 
     def texts(self) -> list[str]:
-        """The documents of the split."""
         return list(keras_moe.data.load_texts(self.source, self.split, self.data_dir))
 
     def class_names(self) -> tuple[str, ...] | None:
-        """The names of the classes in the order of the labels, if they have names."""
         if self.hierarchy is not None:
             from keras_moe.data.labels import as_hierarchy
 
@@ -98,7 +95,6 @@ class Examples(NamedTuple):
         return keras_moe.data.class_names(self.source, self.data_dir)
 
     def num_classes(self) -> int:
-        """The number of classes."""
         names = self.class_names()
         if names is not None:
             return len(names)
@@ -106,7 +102,6 @@ class Examples(NamedTuple):
 
 
 def find_model(args: argparse.Namespace) -> Model:
-    """The model that is asked for."""
     from keras_moe.models import DecoderBackbone
     from keras_moe.models.backbones._pairs import PairBackbone
 

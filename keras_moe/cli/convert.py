@@ -242,7 +242,6 @@ def keras_hub_outputs(source: str, images: Any) -> Any:
 
 
 def compare_saved(preset: str, model: Any) -> None:
-    """Reads the preset again: it must be the model that was saved."""
     import keras
     import numpy as np
 

@@ -199,7 +199,6 @@ def take_recipe(args: argparse.Namespace) -> Any:
 
 
 def compiled(args: argparse.Namespace, recipe: Any, console: Any) -> Result:
-    """The costs that the compiler finds."""
     if args.figure is not None:
         args.figure.parent.mkdir(parents=True, exist_ok=True)
     if recipe is None:
@@ -262,7 +261,6 @@ def layouts(args: argparse.Namespace) -> dict[int, Any]:
 
 
 def comparison(args: argparse.Namespace, compared: dict[int, Any]) -> Any:
-    """A table with a row for each layout."""
     from rich.table import Table
 
     title = f"{args.preset} on {args.devices} x {args.chip}"
@@ -282,7 +280,6 @@ def comparison(args: argparse.Namespace, compared: dict[int, Any]) -> Any:
 
 
 def as_json(each: Any) -> dict:
-    """The costs, and what follows from them."""
     return {
         **each._asdict(),
         "chip": each.chip._asdict(),

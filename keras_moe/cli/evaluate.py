@@ -83,7 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of image-text models."""
     pairs = parser.add_argument_group("image-text models")
     pairs.add_argument(
         "--templates",
@@ -172,7 +171,6 @@ def chosen_metrics(
 
 
 def evaluate_texts(model: Any, examples: Examples, args: argparse.Namespace) -> dict:
-    """The perplexity of a language model, as JSON."""
     chosen_metrics(args, OF_TEXTS, OF_TEXTS)
     rows = model.training_inputs(examples.texts())
     model.compile()
@@ -189,7 +187,6 @@ def evaluate_texts(model: Any, examples: Examples, args: argparse.Namespace) -> 
 def evaluate_classifier(
     model: Any, examples: Examples, args: argparse.Namespace, shown: Callable
 ) -> dict:
-    """The figures of a classifier by metric, as JSON."""
     import keras
 
     metrics = classifier_metrics(args, model, examples)
@@ -300,7 +297,6 @@ def as_model_labels(labels: Any, indices: Any, num_classes: int) -> Any:
 
 
 def score_figures(scores: Any, labels: Any, metrics: Sequence[str]) -> dict:
-    """The figures that follow from the outputs of a head."""
     from keras_moe.evaluation.average_precision import mean_of_defined
 
     figures = {}
@@ -391,7 +387,6 @@ def evaluate_pairs(
     args: argparse.Namespace,
     shown: Callable,
 ) -> dict:
-    """The figures of an image-text model by metric, as JSON."""
     evaluation = keras_moe.evaluation
     shape, size, figures = model.backbone.image_shape, args.batch_size, {}
     if {*metrics} & {*OF_CAPTIONS}:
@@ -425,7 +420,6 @@ def evaluate_pairs(
 
 
 def caption_figures(pairs: Any, metrics: Sequence[str], contrastive_batch: int) -> dict:
-    """Retrieval and contrastive accuracy of embedded pairs."""
     from keras_moe.evaluation.retrieval import KS
 
     figures = {"images": len(pairs.images), "captions": len(pairs.texts)}
@@ -441,7 +435,6 @@ def caption_figures(pairs: Any, metrics: Sequence[str], contrastive_batch: int) 
 
 
 def zero_shot_figures(images: Any, labels: Any, classes: Any, prompts: Prompts) -> dict:
-    """Zero-shot accuracies of embedded images."""
     if prompts.subset is not None:
         labels = prompts.subset.labels(labels, prompts.indices)
     result = keras_moe.evaluation.zero_shot(images, labels, classes)
@@ -457,7 +450,6 @@ def zero_shot_figures(images: Any, labels: Any, classes: Any, prompts: Prompts) 
 
 
 def few_shot_figures(pool: tuple, test: tuple, args: argparse.Namespace) -> dict:
-    """Few-shot accuracies by number of shots."""
     result = keras_moe.evaluation.few_shot(
         *pool, *test, shots=args.shots, seeds=args.seeds
     )
@@ -485,12 +477,10 @@ def predict(model: Any, batches: Iterable, batch_size: int) -> tuple[Any, Any]:
 
 
 def accuracy(logits: Any, labels: Any) -> float:
-    """The share of images whose largest logit is that of their class."""
     return float((logits.argmax(axis=-1) == labels).mean())
 
 
 def figures_table(values: dict) -> Any:
-    """A table with a row for each figure."""
     from rich.table import Table
 
     unit = next(unit for unit in ("images", "tokens") if unit in values)

@@ -52,7 +52,6 @@ WIDTH = 160
 
 
 def make_parser() -> Parser:
-    """The parser of the whole command line."""
     parser = Parser(
         prog="keras-moe",
         description="Vision mixtures of experts for Keras 3. KERAS_BACKEND selects "
@@ -75,7 +74,6 @@ def make_parser() -> Parser:
 def main(
     argv: list[str] | None = None, make_parser: Callable[[], Parser] = make_parser
 ) -> int:
-    """Runs a command, and returns the exit status."""
     wants_traceback = os.environ.get("KERAS_MOE_TRACEBACK", "0") not in ("", "0")
     interrupted, log = "Interrupted.", None
     try:

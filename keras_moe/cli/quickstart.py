@@ -79,7 +79,6 @@ def run(args: argparse.Namespace, console: Any) -> Result:
 
 
 def next_steps(folder: Path) -> dict[str, str]:
-    """Commands to go on with, and what each of them does."""
     preset = shlex.quote(str(folder))
     return {
         f"keras-moe evaluate {preset} --data digits": (
@@ -97,7 +96,6 @@ def next_steps(folder: Path) -> dict[str, str]:
 
 
 def train(model: Any, args: argparse.Namespace) -> None:
-    """Trains with `fit` on shifted and turned digits."""
     batches = keras_moe.data.load(
         "digits",
         "train",
@@ -137,7 +135,6 @@ def shifts_and_turns() -> list:
 
 
 def save_and_load(model: Any, folder: Path, images: Any) -> None:
-    """Saves the model as a preset, and loads it again."""
     import numpy as np
 
     model.save_to_preset(folder)
@@ -163,7 +160,6 @@ def routing_statistics(folder: Path, images: Any) -> dict[str, Any]:
 
 
 def draw(model: Any, images: Any, picture: Path) -> None:
-    """Draws what each expert of the last MoE block looks at."""
     from keras_moe.analysis import plots
 
     routing = predict_routing(model.backbone, images)
@@ -178,7 +174,6 @@ def draw(model: Any, images: Any, picture: Path) -> None:
 
 
 def predict_routing(backbone: Any, images: Any) -> dict:
-    """The routing record of each MoE block for the images."""
     import keras
 
     return keras.Model(backbone.input, backbone.routing).predict(images, verbose=0)

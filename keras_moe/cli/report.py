@@ -126,7 +126,6 @@ def write_report(
 
 
 def findings_table(values: dict) -> Any:
-    """A table of the findings."""
     from rich.table import Table
     from rich.text import Text
 

@@ -82,7 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_checkpoints(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of checkpoints."""
     group = parser.add_argument_group("checkpoints")
     every = "The number of steps between checkpoints; by default those of an epoch."
     add_count(group, "--checkpoint-every", every)
@@ -112,7 +111,6 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
 
 
 def add_looks(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of evaluations during training."""
     group = parser.add_argument_group("evaluation during training")
     group.add_argument(
         "--wandb",
@@ -193,7 +191,6 @@ def run(args: argparse.Namespace, console: Any) -> Result | None:
 
 
 def listed() -> Result:
-    """A row for each recipe."""
     from rich.table import Table
 
     recipes = keras_moe.training.list_recipes()
@@ -224,7 +221,6 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def load_recipe(args: argparse.Namespace) -> Any:
-    """The recipe, with what the command line overrides."""
     overrides = dict(args.recipe_set)
     overrides |= {f"model.{name}": value for name, value in args.set}
     if args.data is not None:
@@ -464,7 +460,6 @@ def card_of(recipe: Any, trained: Any) -> Any:
 def add_picture(
     card: Any, pictures: list, recipe: Any, trained: Any, folder: Path
 ) -> None:
-    """Puts the report's first picture on the card of a saved preset."""
     from keras_moe.report.writing import FRONT
 
     credit = keras_moe.data.credit(recipe.data.evaluated_source) or ""
@@ -503,7 +498,6 @@ def backend_and_versions() -> dict[str, Any]:
 
 
 def draw(results: dict, title: str, folder: Path) -> None:
-    """Draws the curves, and how the routers did."""
     from keras_moe.analysis import plots
 
     # Figures of callbacks have a slash in their names.
@@ -516,7 +510,6 @@ def draw(results: dict, title: str, folder: Path) -> None:
 
 
 def settings_table(recipe: Any) -> Any:
-    """A table of the recipe's settings."""
     import keras
     from rich.table import Table
 

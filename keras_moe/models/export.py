@@ -124,7 +124,6 @@ def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) 
 
 
 def _shards(tensors, weights_name):
-    """Splits tensors over files; returns them by the files' names."""
     groups, size = [{}], 0
     for name, value in tensors.items():
         if groups[-1] and size + value.nbytes > _SHARD:
@@ -171,7 +170,6 @@ class ExportedTower(NamedTuple):
                 )
 
     def square(self, name: str, kind: str) -> int:
-        """Returns the side of square images or patches."""
         value = self.config[name]
         height, width = (value, value) if isinstance(value, int) else value[:2]
         if height != width:
@@ -180,7 +178,6 @@ class ExportedTower(NamedTuple):
 
     @property
     def activation(self) -> str:
-        """The activation under transformers' name."""
         return _ACTIVATIONS[self.config["activation"]]
 
     @property
@@ -238,12 +235,10 @@ class ExportedModel(NamedTuple):
 
     @property
     def is_decoder(self) -> bool:
-        """Whether it is a language model."""
         return "positions" in getattr(self.towers.get("text"), "config", {})
 
     @classmethod
     def of(cls, model: keras.Model) -> "ExportedModel":
-        """Splits a model into its towers."""
         backbone = getattr(model, "backbone", model)
         names = {base.__name__ for base in type(backbone).__mro__}
         texts = {"TextBackbone", "DecoderBackbone"}
@@ -313,7 +308,6 @@ def _pair_towers(config, values, preprocessor):
 
 
 def _images(config, preprocessor):
-    """Returns the image normalisation of a model."""
     parts = ((0.5,), (0.5,))
     if preprocessor is not None:
         parts = preprocessor.mean, preprocessor.std

@@ -128,7 +128,6 @@ def _head(file, prefix):
 
 
 def _map_head(file, prefix):
-    """Returns rules of attention pooling, if any."""
     root = _module(file, prefix, "MapHead", "MAPHead_0")
     if f"{root}probe" not in file:
         return {}
@@ -144,7 +143,6 @@ def _map_head(file, prefix):
 
 
 def _encoder(file, root):
-    """Returns rules and implied arguments of blocks and final norm."""
     num_layers = numbered(file, f"{root}encoderblock_")
     attentions = ("SelfAttention", *(f"MultiHeadDotProductAttention_{i}" for i in "10"))
     arguments = {
@@ -202,7 +200,6 @@ def _moe(file, path, name):
 
 
 def _vit_spec(file, prefix, name, overrides):
-    """Returns the spec of a ViT, V-MoE or Soft MoE."""
     if name.startswith("eee_"):
         raise ValueError(
             "Expected a V-MoE; received an efficient ensemble of experts, whose "

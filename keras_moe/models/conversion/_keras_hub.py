@@ -300,7 +300,6 @@ def _gpt2_spec(encoder, preprocessor):
 
 
 def _llama_spec(encoder, preprocessor):
-    """Returns the spec of a Llama, Llama 3, Mistral or Qwen 3."""
     kind = type(encoder).__name__.removesuffix("Backbone")
     heads, dim = encoder.num_query_heads, encoder.hidden_dim
     is_llama = isinstance(encoder, _hub.LlamaBackbone)
@@ -373,7 +372,6 @@ def _llama_spec(encoder, preprocessor):
 
 
 def _text_sizes(encoder):
-    """Sizes of a text tower, under our names."""
     return {
         "vocabulary_size": encoder.vocabulary_size,
         "max_length": encoder.max_sequence_length,
@@ -403,7 +401,6 @@ def _classifier_arguments(classifier, encoder):
 
 
 def _image_spec(encoder, clip, probe):
-    """Returns the spec of a CLIP or SigLIP image tower."""
     is_clip = isinstance(encoder, _hub.CLIPVisionEncoder)
     embedding = "embedding/"
     rules = {
@@ -452,7 +449,6 @@ def _image_spec(encoder, clip, probe):
 
 
 def _text_spec(encoder, clip):
-    """Returns the spec of a CLIP or SigLIP text tower."""
     is_clip = isinstance(encoder, _hub.CLIPTextEncoder)
     rules = {
         "token_embedding/embeddings": Direct("embedding/token_embedding/embeddings"),
@@ -489,7 +485,6 @@ def _text_spec(encoder, clip):
 
 
 def _activation(encoder):
-    """Returns this library's name of an encoder's activation."""
     name = encoder.intermediate_activation
     return "gelu_tanh" if name == "gelu_approximate" else name
 

@@ -100,7 +100,6 @@ def moepp_spec(
 
 
 def _rope(config):
-    """Arguments of the rotary positions."""
     theta, scaling = config.get("rope_theta", 10000.0), config.get("rope_scaling") or {}
     kind, factor = scaling.get("type"), scaling.get("factor", 1.0)
     kind = scaling.get("rope_type", kind)
@@ -116,7 +115,6 @@ def _rope(config):
 
 
 def _experts(file, config, total, constants):
-    """Fields of `MoEConfig`."""
     is_mixtral = config.get("moe_use_mixtral_gating", False)
     is_scaled = not (is_mixtral or config.get("moe_feature_no_mul_topk", False))
     router = {

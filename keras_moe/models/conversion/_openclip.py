@@ -113,7 +113,6 @@ def _check_config(name, config, unsupported, file):
 
 
 def _preprocessing(cfg):
-    """Returns arguments of `ImagePreprocessor`, and notes."""
     arguments, notes = interpolation(cfg.get("interpolation") or "bicubic")
     mode = cfg.get("resize_mode") or "shortest"
     if mode == "longest":
@@ -313,7 +312,6 @@ def _epsilon(text, file):
 
 
 def _projection(file, root):
-    """Returns arguments and rules of the text projection."""
     name = f"{root}text_projection"
     if name in file:
         # (D, embedding), as in this library.

@@ -31,7 +31,6 @@ class TensorInfo(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Stored size in bytes."""
         return np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
 
@@ -61,7 +60,6 @@ class PublishedTensors(Mapping):
         """Closes open files."""
 
     def read(self, name: str) -> np.ndarray:
-        """Returns a tensor's values."""
         raise NotImplementedError
 
 
@@ -104,7 +102,6 @@ class SafetensorsCheckpoint(PublishedTensors):
 
 
 def read_object(path: str | os.PathLike) -> dict:
-    """Reads a JSON file that holds an object."""
     try:
         return dict(json.loads(read_text(path)))
     except (RecursionError, TypeError, ValueError) as error:
@@ -177,7 +174,6 @@ class NpzCheckpoint(PublishedTensors):
 
 
 def _npy_header(stream):
-    """Returns shape, Fortran order and dtype."""
     if npy.read_magic(stream) == (1, 0):
         return npy.read_array_header_1_0(stream)
     return npy.read_array_header_2_0(stream)

@@ -117,7 +117,6 @@ _LAYER_SCALE = 1e-5
 
 
 def usual_heads(hidden_dim: int, where: str) -> int:
-    """Returns the number of heads of published encoders of this size."""
     if hidden_dim not in _HEADS:
         raise ValueError(
             f"Expected num_heads=..., which the weights in {where} do not tell; "
@@ -168,7 +167,6 @@ def square_grid(num_positions: int, class_token: bool, where: str) -> int:
 def layer_scale_argument(
     file, names: BlockNames, block: str, value: float | None
 ) -> dict:
-    """Returns the LayerScale argument, if the block has one."""
     if not names.has_scale(file, block):
         return {}
     return {"layer_scale_initial_value": float(value or _LAYER_SCALE)}
@@ -318,7 +316,6 @@ def towers_spec(
 def pair_spec(
     file: Any, image: ConversionSpec, text: ConversionSpec, log_scale: str, bias: str
 ) -> ConversionSpec:
-    """Returns the spec of a `CLIPBackbone` from its towers' specs."""
     task = dict(image.task_arguments or {})
     pooling = task.pop("pooling", None)
     size = task.pop("num_classes", image.arguments["hidden_dim"])

@@ -104,7 +104,6 @@ def image_normalization(config: dict, channels: int) -> Normalization | None:
 
 
 def _preprocessing(config):
-    """Returns arguments of `ImagePreprocessor`, and notes."""
     cfg = config.get("pretrained_cfg", {})
     arguments, notes = interpolation(cfg.get("interpolation") or "bicubic")
     squashes = cfg.get("crop_mode") == "squash"
@@ -294,7 +293,6 @@ def _lacks_class_row(file, arguments):
 
 
 def _pooling(file, pooling, arguments):
-    """Returns task arguments, and rules of final norm and pooling."""
     if pooling == "map":
         task = {"pooling": "map"}
         if arguments["query_key_norm"]:

@@ -219,7 +219,6 @@ def _check_sizes(file, config, arguments):
 
 
 def _pooler_rules(head: str) -> dict:
-    """Rules of SigLIP's attention pooling."""
     return {
         "pooler/probe": Direct(f"{head}probe"),
         **norm("pooler/norm", f"{head}layernorm."),
@@ -502,7 +501,6 @@ def _exported_preprocessor(preprocessor, side, image_range, name, crop):
 
 
 def _dinov2_files(model):
-    """Returns the tensors and JSON files of an exported image tower."""
     kind = "transformers' DINOv2"
     tower = model.towers["image"]
     config = tower.config

@@ -67,7 +67,6 @@ def _is_language_model(model: Any) -> bool:
 
 
 def _decoder_layers(model: Any) -> list[keras.layers.Layer]:
-    """The decoder layers of a KerasHub language model."""
     return list(getattr(model, "backbone", model).transformer_layers)
 
 

@@ -129,7 +129,6 @@ class _ImageSizes(NamedTuple):
         )
 
     def shape_of(self, path: str, shape: tuple) -> tuple:
-        """Returns the shape of a weight in a tower of these sizes."""
         if path == self.prefix + KERNEL:
             return (*self.patch_size, self.channels, shape[3])
         if path == self.prefix + POSITIONS:
@@ -214,7 +213,6 @@ class PublishedWeights:
         )
 
     def _fill(self, weight, rule, shape, sizes, target):
-        """Assigns a weight; returns the conversion steps."""
         how = ""
         if isinstance(rule, PatchKernel) and target.patch_size != sizes.patch_size:
             rule = dataclasses.replace(
@@ -292,7 +290,6 @@ class PublishedWeights:
 
 
 def _read(file, name):
-    """Reads a tensor; bfloat16 becomes float32."""
     array = file.read(name)
     return array.astype("float32") if array.dtype == "bfloat16" else array
 
