@@ -112,11 +112,8 @@ def add_command(commands: Any, module: ModuleType) -> None:
         help="Print the results as JSON instead of tables; or, with a file name, write "
         "them to that file and print the tables.",
     )
-    group.add_argument(
-        "--traceback",
-        action="store_true",
-        help="Show the traceback of an error, as KERAS_MOE_TRACEBACK=1 does.",
-    )
+    what = "Show the traceback of an error, as KERAS_MOE_TRACEBACK=1 does."
+    add_flag(group, "--traceback", what)
 
 
 def command_line(args: argparse.Namespace) -> str | None:
@@ -159,6 +156,10 @@ def add_overrides(
         metavar="NAME=VALUE",
         help=f"Override {what}. Values are JSON, or else strings: {example}.",
     )
+
+
+def add_flag(parser: Any, name: str, what: str) -> None:
+    parser.add_argument(name, action="store_true", help=what)
 
 
 def add_data_options(parser: Any) -> None:

@@ -21,6 +21,7 @@ from keras_moe.cli._arguments import (
     FIRST,
     Result,
     add_count,
+    add_flag,
     add_overrides,
     add_target,
     check_target,
@@ -65,12 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="The tower of an image-text model to convert by itself.",
     )
     add_overrides(parser)
-    parser.add_argument(
-        "--no-verify", action="store_true", help="Skip all comparisons."
-    )
-    parser.add_argument(
-        "--quiet", action="store_true", help="Do not print the table of weights."
-    )
+    add_flag(parser, "--no-verify", "Skip all comparisons.")
+    add_flag(parser, "--quiet", "Do not print the table of weights.")
 
 
 def run(args: argparse.Namespace, console: Any) -> Result:

@@ -19,6 +19,7 @@ from keras_moe.cli._arguments import (
     FIRST,
     Result,
     add_count,
+    add_flag,
     add_layout,
     add_overrides,
     add_preset,
@@ -113,11 +114,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=COMPILER["step"],
         help="The step to compile: train, predict, or generate (language models).",
     )
-    group.add_argument(
-        "--fit",
-        action="store_true",
-        help="If the step does not fit, rematerialise, and then halve the batch.",
-    )
+    fit = "If the step does not fit, rematerialise, and then halve the batch."
+    add_flag(group, "--fit", fit)
     group.add_argument(
         "--figure",
         type=_picture,

@@ -25,6 +25,7 @@ from keras_moe.cli._arguments import (
     Result,
     add_count,
     add_data,
+    add_flag,
     add_output,
     add_overrides,
     add_preset,
@@ -60,9 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RECIPE",
         help="The recipe: a name, or a TOML or JSON file.",
     )
-    parser.add_argument(
-        "--list", action="store_true", help="List the recipes that ship with keras_moe."
-    )
+    add_flag(parser, "--list", "List the recipes that ship with keras_moe.")
     add_preset(
         parser,
         "--preset",
@@ -89,17 +88,13 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
     add_count(group, "--keep-checkpoints", newest, 3)
     kept = "Also keep the checkpoints at multiples of N steps, for branches and soups."
     add_count(group, "--keep-every", kept)
-    group.add_argument(
-        "--restart",
-        action="store_true",
-        help="Delete the checkpoints of an earlier run, and begin anew.",
+    restart = "Delete the checkpoints of an earlier run, and begin anew."
+    add_flag(group, "--restart", restart)
+    extend = (
+        "Continue a finished run for the longer schedule of --recipe-set; "
+        "schedule.schedule_steps=N leaves its learning rates as they were."
     )
-    group.add_argument(
-        "--extend",
-        action="store_true",
-        help="Continue a finished run for the longer schedule of --recipe-set; "
-        "schedule.schedule_steps=N leaves its learning rates as they were.",
-    )
+    add_flag(group, "--extend", extend)
     group.add_argument(
         "--branch-from",
         type=Path,

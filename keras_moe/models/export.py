@@ -9,30 +9,23 @@ from safetensors.numpy import save
 
 from keras_moe._checks import check_one_of
 from keras_moe._files import staged_folder, write_bytes, write_json
+from keras_moe.models.backbones.clip import CLIPBackbone
+from keras_moe.models.backbones.decoder import DecoderBackbone
+from keras_moe.models.backbones.text import TextBackbone
+from keras_moe.models.backbones.vit import ViTBackbone
 from keras_moe.models.conversion import _gpt2, _moepp, _openclip, _transformers
 from keras_moe.models.conversion._rules import Normalization
 from keras_moe.models.conversion._spec import ACTIVATIONS, CLIP_IMAGES
 from keras_moe.models.conversion.published_weights import KERNEL, POSITIONS
 
-
-def _transformers_files(model):
-    if model.is_decoder:
-        return _gpt2.gpt2_files(model)
-    return _transformers.transformers_files(model)
-
-
-_FORMATS = {
-    "transformers": (
-        _transformers_files,
-        "model.safetensors",
-        _transformers.CONFIG_NAME,
-    ),
-    "open_clip": (
-        _openclip.openclip_files,
-        "open_clip_model.safetensors",
-        _openclip.CONFIG_NAME,
-    ),
-    "moe_plus_plus": (_moepp.moepp_files, "model.safetensors", _moepp.CONFIG_NAME),
+# What makes the tensors and files of image and text models, and of language models.
+_TOWERS = {
+    "open_clip": _openclip.openclip_files,
+    "transformers": _transformers.transformers_files,
+}
+_LANGUAGE = {
+    "moe_plus_plus": _moepp.moepp_files,
+    "transformers": _gpt2.gpt2_files,
 }
 # Bytes of a file; more are split over several, with an index.
 _SHARD = 5 * 10**9
@@ -86,18 +79,18 @@ def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) 
     >>> type(models.from_preset(folder)).__name__
     'TextBackbone'
     """
-    check_one_of("library", library, tuple(_FORMATS))
-    files_of, weights_name, config_name = _FORMATS[library]
+    check_one_of("library", library, ("transformers", "open_clip", "moe_plus_plus"))
     exported = ExportedModel.of(model)
-    libraries = ("open_clip", "transformers")
-    if exported.is_decoder:
-        libraries = ("moe_plus_plus", "transformers")
-    if library not in libraries:
+    formats = _LANGUAGE if exported.is_decoder else _TOWERS
+    if library not in formats:
         raise ValueError(
-            f"Expected library to be one of {libraries} for {type(model).__name__}; "
-            f"received: library={library!r}"
+            f"Expected library to be one of {tuple(formats)} for "
+            f"{type(model).__name__}; received: library={library!r}"
         )
-    tensors, files = files_of(exported)
+    tensors, files = formats[library](exported)
+    weights_name, config_name = "model.safetensors", _transformers.CONFIG_NAME
+    if library == "open_clip":
+        weights_name, config_name = f"open_clip_{weights_name}", _openclip.CONFIG_NAME
     shards = _shards(tensors, weights_name)
     if len(shards) > 1:
         files[f"{weights_name}.index.json"] = {
@@ -180,13 +173,6 @@ class ExportedTower(NamedTuple):
     def activation(self) -> str:
         return _ACTIVATIONS[self.config["activation"]]
 
-    @property
-    def mlp_ratio(self) -> float:
-        """The ratio such that int(hidden_dim * ratio) is exactly `mlp_dim`."""
-        mlp_dim, dim = self.config["mlp_dim"], self.config["hidden_dim"]
-        ratio = mlp_dim / dim
-        return ratio if int(dim * ratio) == mlp_dim else (mlp_dim + 0.5) / dim
-
     def without_patch_bias(self) -> tuple[dict[str, np.ndarray], Normalization]:
         """Returns the weights without a patch bias, which CLIP does not have.
 
@@ -232,17 +218,13 @@ class ExportedModel(NamedTuple):
     towers: dict[str, ExportedTower]
     logits: dict[str, np.ndarray]
     preprocessor: Any = None
-
-    @property
-    def is_decoder(self) -> bool:
-        return "positions" in getattr(self.towers.get("text"), "config", {})
+    is_decoder: bool = False
 
     @classmethod
     def of(cls, model: keras.Model) -> "ExportedModel":
         backbone = getattr(model, "backbone", model)
-        names = {base.__name__ for base in type(backbone).__mro__}
-        texts = {"TextBackbone", "DecoderBackbone"}
-        if not names & {"CLIPBackbone", "ViTBackbone", *texts}:
+        texts = (TextBackbone, DecoderBackbone)
+        if not isinstance(backbone, (CLIPBackbone, ViTBackbone, *texts)):
             raise ValueError(
                 "Expected a CLIPBackbone, a ViTBackbone, a TextBackbone, a "
                 "DecoderBackbone or a task around one; received: "
@@ -250,12 +232,14 @@ class ExportedModel(NamedTuple):
             )
         values, config = _values(model), backbone.get_config()
         preprocessor = getattr(model, "image_preprocessor", None)
-        if "CLIPBackbone" in names:
+        if isinstance(backbone, CLIPBackbone):
             towers = _pair_towers(config, values, preprocessor)
             return cls(towers, _below(values, "logit_scale/"), preprocessor)
-        if names & texts:
+        if isinstance(backbone, texts):
             tokenizer = getattr(model, "preprocessor", None)
-            return cls({"text": ExportedTower(config, values)}, {}, tokenizer)
+            is_decoder = isinstance(backbone, DecoderBackbone)
+            text = ExportedTower(config, values)
+            return cls({"text": text}, {}, tokenizer, is_decoder)
         pooling = size = None
         if model is not backbone:
             head = model.get_config()

@@ -17,6 +17,7 @@ from keras_moe.models.conversion._rules import (
 from keras_moe.models.conversion._spec import (
     ConversionSpec,
     Library,
+    mixer_arguments,
     numbered,
     pair_spec,
     patch_arguments,
@@ -280,9 +281,7 @@ def _add_positions(file, prefix, root, rules, arguments, kernel_shape, overrides
 
 
 def _mixer_spec(file, prefix):
-    kernel_shape = height, width, channels, _ = required(
-        file, f"{prefix}stem/kernel", 4
-    )
+    kernel_shape = required(file, f"{prefix}stem/kernel", 4)
     num_layers = numbered(file, f"{prefix}MixerBlock_")
     first = f"{prefix}MixerBlock_0/"
     tokens, token_mlp = required(file, f"{first}token_mixing/Dense_0/kernel", 2)
@@ -300,15 +299,8 @@ def _mixer_spec(file, prefix):
         rules.update(_mlp(f"{path}/token_mlp", f"{block}token_mixing/"))
         rules.update(_mlp(f"{path}/mlp", f"{block}channel_mixing/"))
     head, task = _head(file, prefix)
-    arguments = {
-        "image_shape": (grid * height, grid * width, channels),
-        **patch_arguments(kernel_shape),
-        "num_layers": num_layers,
-        "token_mlp_dim": token_mlp,
-        "mlp_dim": mlp_dim,
-        "activation": "gelu_tanh",
-        "layer_norm_epsilon": 1e-6,
-    }
+    mlp_dims = token_mlp, mlp_dim
+    arguments = mixer_arguments(kernel_shape, grid, num_layers, mlp_dims, "gelu_tanh")
     return ConversionSpec(
         _GOOGLE,
         "MLP-Mixer",

@@ -133,6 +133,7 @@ def gpt2_files(model: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         query_key_norm=False,
         layer_scale_initial_value=None,
     )
+    # As transformers names them in GPT-2's configs.
     names = {own: name for name, own in ACTIVATIONS.items()}
     end = getattr(model.preprocessor, "end_id", None)
     content = {

@@ -104,9 +104,8 @@ def keras_hub_spec(
     """Returns the weights of a KerasHub model and their spec."""
     if isinstance(model, _PAIRS):
         return _both_towers(model) if tower is None else _one_tower(model, tower)
-    own = (
-        "text" if isinstance(model, (*_TEXTS, *_LANGUAGE, *LANGUAGE_TASKS)) else "image"
-    )
+    texts = (*_TEXTS, *_LANGUAGE, *LANGUAGE_TASKS)
+    own = "text" if isinstance(model, texts) else "image"
     if tower not in (None, own):
         raise ValueError(
             f"Expected a model of KerasHub with a {tower} tower; received: "
@@ -224,23 +223,44 @@ def _block(path, block, names):
     }
 
 
-def _encoder_blocks(encoder, is_clip):
+def _encoder(encoder, is_clip):
+    """Returns rules and arguments of the blocks of a CLIP or SigLIP."""
     names = _CLIP_BLOCK if is_clip else _SIGLIP_BLOCK
-    rules = {}
+    rules = _hub_norm("final_norm", "layer_norm/" if is_clip else "post_layer_norm/")
     for i in range(encoder.num_layers):
         rules.update(_block(f"block_{i}", f"encoder_block_{i}", names))
-    return rules
+    activation = encoder.intermediate_activation
+    return rules, {
+        "mlp_dim": encoder.intermediate_dim,
+        "activation": "gelu_tanh" if activation == "gelu_approximate" else activation,
+        "layer_norm_epsilon": _CLIP_EPSILON if is_clip else encoder.layer_norm_epsilon,
+    }
 
 
 def _hub_patches(name, has_bias):
     return patches(f"{name}kernel", f"{name}bias" if has_bias else None, torch=False)
 
 
-def _image_shape(encoder):
-    shape = tuple(encoder.image_shape)
+def _sizes(encoder):
+    return {k: getattr(encoder, k) for k in ("hidden_dim", "num_layers", "num_heads")}
+
+
+def _image_sizes(encoder):
+    shape, patch_size = tuple(encoder.image_shape), encoder.patch_size
     if getattr(encoder, "data_format", "channels_last") == "channels_first":
-        return (*shape[1:], shape[0])
-    return shape
+        shape = (*shape[1:], shape[0])
+    if isinstance(patch_size, list):
+        patch_size = tuple(patch_size)
+    return {"image_shape": shape, "patch_size": patch_size, **_sizes(encoder)}
+
+
+def _text_sizes(encoder):
+    return {
+        "vocabulary_size": encoder.vocabulary_size,
+        "max_length": encoder.max_sequence_length,
+        **_sizes(encoder),
+        "mlp_dim": encoder.intermediate_dim,
+    }
 
 
 def _vit_spec(encoder, classifier):
@@ -264,11 +284,7 @@ def _vit_spec(encoder, classifier):
         if classifier.intermediate_dim is not None:
             rules.update(direct("pre_logits", "pre_logits/"))
     arguments = {
-        "image_shape": _image_shape(encoder),
-        "patch_size": tuple(encoder.patch_size),
-        "hidden_dim": encoder.hidden_dim,
-        "num_layers": encoder.num_layers,
-        "num_heads": encoder.num_heads,
+        **_image_sizes(encoder),
         "mlp_dim": encoder.mlp_dim,
         "class_token": encoder.use_class_token,
         "activation": "gelu",
@@ -371,17 +387,6 @@ def _llama_spec(encoder, preprocessor):
     )
 
 
-def _text_sizes(encoder):
-    return {
-        "vocabulary_size": encoder.vocabulary_size,
-        "max_length": encoder.max_sequence_length,
-        "hidden_dim": encoder.hidden_dim,
-        "num_layers": encoder.num_layers,
-        "num_heads": encoder.num_heads,
-        "mlp_dim": encoder.intermediate_dim,
-    }
-
-
 def _classifier_arguments(classifier, encoder):
     activation = classifier.activation
     if callable(activation):
@@ -402,19 +407,18 @@ def _classifier_arguments(classifier, encoder):
 
 def _image_spec(encoder, clip, probe):
     is_clip = isinstance(encoder, _hub.CLIPVisionEncoder)
-    embedding = "embedding/"
+    blocks, sizes = _encoder(encoder, is_clip)
     rules = {
-        **_hub_patches(f"{embedding}patch_embedding/", not is_clip),
+        **_hub_patches("embedding/patch_embedding/", not is_clip),
         "position_embedding/embedding": Positions(
-            f"{embedding}position_embedding/embeddings",
+            "embedding/position_embedding/embeddings",
             axes=1,
-            ids=f"{embedding}position_ids",
+            ids="embedding/position_ids",
         ),
-        **_hub_norm("final_norm", "layer_norm/" if is_clip else "post_layer_norm/"),
-        **_encoder_blocks(encoder, is_clip),
+        **blocks,
     }
     if is_clip:
-        rules["class_token/token"] = Direct(f"{embedding}class_embedding", axes=2)
+        rules["class_token/token"] = Direct("embedding/class_embedding", axes=2)
         rules.update(_hub_norm("embedding_norm", "pre_layer_norm/"))
     else:
         rules.update(
@@ -433,16 +437,10 @@ def _image_spec(encoder, clip, probe):
         rules["predictions/bias"] = Filled()
         task = {"num_classes": clip.projection_dim, "pooling": "class_token"}
     arguments = {
-        "image_shape": _image_shape(encoder),
-        "patch_size": encoder.patch_size,
-        "hidden_dim": encoder.hidden_dim,
-        "num_layers": encoder.num_layers,
-        "num_heads": encoder.num_heads,
-        "mlp_dim": encoder.intermediate_dim,
+        **_image_sizes(encoder),
+        **sizes,
         "class_token": is_clip,
         "embedding_norm": is_clip,
-        "activation": _activation(encoder),
-        "layer_norm_epsilon": _CLIP_EPSILON if is_clip else encoder.layer_norm_epsilon,
     }
     name = "CLIP" if is_clip else "SigLIP"
     return ConversionSpec(_KERAS_HUB, name, "ViTBackbone", arguments, rules, task)
@@ -450,19 +448,15 @@ def _image_spec(encoder, clip, probe):
 
 def _text_spec(encoder, clip):
     is_clip = isinstance(encoder, _hub.CLIPTextEncoder)
+    blocks, sizes = _encoder(encoder, is_clip)
     rules = {
         "token_embedding/embeddings": Direct("embedding/token_embedding/embeddings"),
         "text_positions/embedding": Direct(
             "embedding/position_embedding/embeddings", axes=1
         ),
-        **_hub_norm("final_norm", "layer_norm/" if is_clip else "post_layer_norm/"),
-        **_encoder_blocks(encoder, is_clip),
+        **blocks,
     }
-    arguments = {
-        **_text_sizes(encoder),
-        "activation": _activation(encoder),
-        "layer_norm_epsilon": _CLIP_EPSILON if is_clip else encoder.layer_norm_epsilon,
-    }
+    arguments = {**_text_sizes(encoder), **sizes}
     notes = ()
     if is_clip:
         notes = ("the last norm has epsilon 1e-5, as in CLIP; KerasHub's has 1e-6",)
@@ -482,11 +476,6 @@ def _text_spec(encoder, clip):
         ignored={"embedding/position_ids": POSITION_IDS},
         notes=notes,
     )
-
-
-def _activation(encoder):
-    name = encoder.intermediate_activation
-    return "gelu_tanh" if name == "gelu_approximate" else name
 
 
 def _preprocessing(preprocessor):

@@ -183,14 +183,6 @@ def _activation(model):
     return "quick_gelu" if model.get("quick_gelu") else "gelu"
 
 
-class _Trunk(PublishedTensors):
-    """The tensors of a timm trunk, under timm's names."""
-
-    def __init__(self, file):
-        names = [name for name in file if name.startswith(_TRUNK)]
-        super().__init__(file.path, {x.removeprefix(_TRUNK): file[x] for x in names})
-
-
 def _timm_image_spec(file, config, overrides):
     """Returns the spec of a timm image tower, as in OpenCLIP's SigLIPs."""
     vision = config.get("model_cfg", {}).get("vision_cfg", {})
@@ -203,7 +195,9 @@ def _timm_image_spec(file, config, overrides):
     }
     if vision.get("timm_model_name"):
         timm["architecture"] = vision["timm_model_name"]
-    trunk = _Trunk(file)
+    names = [name for name in file if name.startswith(_TRUNK)]
+    tensors = {name.removeprefix(_TRUNK): file[name] for name in names}
+    trunk = PublishedTensors(file.path, tensors)
     pool = vision.get("timm_pool") or ("map" if "attn_pool.q.weight" in trunk else None)
     if pool is not None:
         timm["global_pool"] = pool
@@ -444,12 +438,12 @@ def _exported_text(tower):
 
 
 def _block_config(tower):
-    config = tower.config
-    content = {
-        "width": config["hidden_dim"],
-        "layers": config["num_layers"],
-        "mlp_ratio": tower.mlp_ratio,
-    }
+    config, dim = tower.config, tower.config["hidden_dim"]
+    # int(dim * ratio) is exactly `mlp_dim`.
+    ratio = config["mlp_dim"] / dim
+    if int(dim * ratio) != config["mlp_dim"]:
+        ratio = (config["mlp_dim"] + 0.5) / dim
+    content = {"width": dim, "layers": config["num_layers"], "mlp_ratio": ratio}
     if config["layer_scale_initial_value"] is not None:
         content["ls_init_value"] = config["layer_scale_initial_value"]
     return content

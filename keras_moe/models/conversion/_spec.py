@@ -179,6 +179,22 @@ def patch_arguments(kernel_shape: tuple) -> dict:
     return {"patch_size": size, "hidden_dim": dim}
 
 
+def mixer_arguments(
+    kernel_shape: tuple, grid: int, num_layers: int, mlp_dims: tuple, activation: str
+) -> dict:
+    """Returns a `MixerBackbone`'s arguments; `mlp_dims` are of tokens and channels."""
+    height, width, channels, _ = kernel_shape
+    return {
+        "image_shape": (grid * height, grid * width, channels),
+        **patch_arguments(kernel_shape),
+        "num_layers": num_layers,
+        "token_mlp_dim": mlp_dims[0],
+        "mlp_dim": mlp_dims[1],
+        "activation": activation,
+        "layer_norm_epsilon": 1e-6,
+    }
+
+
 # Image-text models
 
 # From activation names in transformers' and OpenCLIP's configs to this library's.

@@ -21,6 +21,7 @@ from keras_moe.models.conversion._spec import (
     agree,
     interpolation,
     layer_scale_argument,
+    mixer_arguments,
     normalization,
     numbered,
     patch_arguments,
@@ -348,15 +349,9 @@ def _mixer_spec(file, config):
         rules.update(_mlp(f"{path}/token_mlp", f"{block}mlp_tokens."))
         rules.update(_mlp(f"{path}/mlp", f"{block}mlp_channels."))
     head, task = _head(file)
-    arguments = {
-        "image_shape": (grid * height, grid * width, channels),
-        **patch_arguments((height, width, channels, hidden_dim)),
-        "num_layers": num_layers,
-        "token_mlp_dim": token_mlp,
-        "mlp_dim": required(file, "blocks.0.mlp_channels.fc1.weight", 2)[0],
-        "activation": "gelu",
-        "layer_norm_epsilon": 1e-6,
-    }
+    mlp_dim, _ = required(file, "blocks.0.mlp_channels.fc1.weight", 2)
+    kernel_shape, mlp_dims = (height, width, channels, hidden_dim), (token_mlp, mlp_dim)
+    arguments = mixer_arguments(kernel_shape, grid, num_layers, mlp_dims, "gelu")
     return ConversionSpec(
         _TIMM,
         "MLP-Mixer",
