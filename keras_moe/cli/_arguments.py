@@ -10,8 +10,13 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# What takes options: a parser or a group of its options.
+Options: TypeAlias = argparse._ActionsContainer
 # The value of `--json` without a file.
 STDOUT = "-"
 # What a command prints at Ctrl-C if the same command resumes its work.
@@ -35,7 +40,7 @@ class Result(NamedTuple):
     values: Any
     shown: tuple = ()
 
-    def show(self, console: Any) -> None:
+    def show(self, console: "Console") -> None:
         for thing in self.shown:
             if callable(thing):
                 thing(console)
@@ -74,7 +79,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         return f"{action.help} Default: {default}."
 
 
-def add_command(commands: Any, module: ModuleType) -> None:
+def add_command(commands: argparse._SubParsersAction, module: ModuleType) -> None:
     """Adds the sub-command of a module, called like the module.
 
     The module's docstring is the help. The module has `EXAMPLES`,
@@ -122,13 +127,13 @@ def command_line(args: argparse.Namespace) -> str | None:
     return None if argv is None else shlex.join(["keras-moe", *map(str, argv)])
 
 
-def add_preset(parser: Any, name: str = "preset", **kwargs: Any) -> None:
+def add_preset(parser: Options, name: str = "preset", **kwargs: Any) -> None:
     """Adds the model, as a positional argument or as an option."""
     what = "The model: a preset's name, a folder, an hf:// handle or published weights."
     parser.add_argument(name, **{"metavar": "PRESET", "help": what, **kwargs})
 
 
-def add_data(parser: Any, more: str = "", **kwargs: Any) -> None:
+def add_data(parser: Options, more: str = "", **kwargs: Any) -> None:
     """Adds `--data` and `--data-dir`, as `keras_moe.data.load` takes them."""
     what = (
         "The data: digits, emoji, fashion_mnist, tfds:NAME, tfrecord:GLOB, folder:PATH "
@@ -141,7 +146,7 @@ def add_data(parser: Any, more: str = "", **kwargs: Any) -> None:
 
 
 def add_overrides(
-    parser: Any,
+    parser: Options,
     option: str = "--set",
     what: str = "arguments of the model, as in from_preset",
     example: str = "num_experts=8 image_shape=[384,384,3]",
@@ -158,17 +163,17 @@ def add_overrides(
     )
 
 
-def add_flag(parser: Any, name: str, what: str) -> None:
+def add_flag(parser: Options, name: str, what: str) -> None:
     parser.add_argument(name, action="store_true", help=what)
 
 
-def add_data_options(parser: Any) -> None:
+def add_data_options(parser: Options) -> None:
     what = "options of load_pairs"
     add_overrides(parser, "--data-options", what, "templates=imagenet")
 
 
 def add_count(
-    parser: Any,
+    parser: Options,
     name: str,
     help: str,
     default: int | list[int] | None = None,
@@ -180,17 +185,17 @@ def add_count(
     parser.add_argument(name, help=help, default=default, **kwargs)
 
 
-def add_batch_size(parser: Any) -> None:
+def add_batch_size(parser: Options) -> None:
     add_count(parser, "--batch-size", "The number of examples in a batch.", 64)
 
 
-def add_shots(parser: Any, default: list[int] | None) -> None:
+def add_shots(parser: Options, default: list[int] | None) -> None:
     what = "Training examples of each class for few-shot accuracy."
     add_count(parser, "--shots", what, default, nargs="+")
 
 
 def add_run(
-    parser: Any,
+    parser: Options,
     epochs: int | None,
     batch_size: int | None,
     learning_rate: float | None,
@@ -208,13 +213,13 @@ def add_run(
     add_output(parser, "The folder of the results.", Path("runs") / folder)
 
 
-def add_output(parser: Any, what: str, default: Path | None = None) -> None:
+def add_output(parser: Options, what: str, default: Path | None = None) -> None:
     parser.add_argument(
         "--output", type=Path, default=default, metavar="FOLDER", help=what
     )
 
 
-def add_target(parser: Any) -> None:
+def add_target(parser: Options) -> None:
     what = "The folder of the new preset; an older preset there is replaced."
     parser.add_argument("output", type=Path, metavar="FOLDER", help=what)
 
@@ -233,7 +238,7 @@ def check_target(source: str, output: Path) -> None:
     check_replaceable(target, "preset", is_preset)
 
 
-def add_layout(parser: Any) -> None:
+def add_layout(parser: Options) -> None:
     """Adds the arguments by which a model is split over devices."""
     parser.add_argument(
         "--expert-parallel",

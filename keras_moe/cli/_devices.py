@@ -1,7 +1,7 @@
 """The devices and processes on which a command trains or evaluates."""
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras_moe
 from keras_moe.cli._arguments import (
@@ -11,6 +11,9 @@ from keras_moe.cli._arguments import (
     integer_or,
     model_overrides,
 )
+
+if TYPE_CHECKING:
+    import keras
 
 # Arguments of `distribution.auto`, and what sets them.
 OWN = {
@@ -59,7 +62,7 @@ def start_processes(args: argparse.Namespace) -> None:
 
 def set_devices(
     args: argparse.Namespace, preset: str, batch_size: int, overrides: dict[str, Any]
-) -> Any:
+) -> "keras.distribution.Distribution | None":
     """Sets the distribution of a model to be made, if --devices asks for one."""
     import keras
 

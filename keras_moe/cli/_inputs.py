@@ -4,10 +4,13 @@ import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras_moe
 from keras_moe.cli._arguments import FIRST, model_overrides
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # Options of `load_pairs` that an evaluation may set: it reads all captions, in order.
 PAIR_OPTIONS = ("templates", "unreadable", "exclude")
@@ -183,7 +186,7 @@ def find_examples(
     )
 
 
-def with_bar(console: Any) -> Callable[[Iterable, str], Iterable]:
+def with_bar(console: "Console") -> Callable[[Iterable, str], Iterable]:
     """A function that adds a progress bar to the batches of a split."""
     from rich.progress import track
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras_moe
 from keras_moe import _backends
@@ -27,6 +27,13 @@ from keras_moe.cli._arguments import (
     check_target,
     model_overrides,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+    from rich.console import Console
+
+    from keras_moe._types import KerasModel
+    from keras_moe.models import ConversionReport
 
 EXAMPLES = """\
 keras-moe convert gs://vmoe_checkpoints/vmoe_s32_last2_ilsvrc2012_randaug_medium out
@@ -70,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "--quiet", "Do not print the table of weights.")
 
 
-def run(args: argparse.Namespace, console: Any) -> Result:
+def run(args: argparse.Namespace, console: "Console") -> Result:
     from keras_moe.models.saving._preset_folder import staged
 
     check_target(args.source, args.output)
@@ -94,7 +101,9 @@ def run(args: argparse.Namespace, console: Any) -> Result:
     return Result({**values, **report.to_dict()}, (*table, line))
 
 
-def convert(args: argparse.Namespace, overrides: dict, console: Any) -> tuple[Any, Any]:
+def convert(
+    args: argparse.Namespace, overrides: dict, console: "Console"
+) -> "tuple[KerasModel, ConversionReport]":
     """The converted model and its report; shows a progress bar."""
     from rich.progress import Progress
 
@@ -122,7 +131,7 @@ class Uncompared(Exception):
     """The reason why the source's own model cannot be asked."""
 
 
-def fixed_inputs(model: Any) -> Any:
+def fixed_inputs(model: "KerasModel") -> Any:
     """One example, always the same: an image in [-1, 1], a text, or a pair of both."""
     import numpy as np
 
@@ -148,7 +157,7 @@ def fixed_inputs(model: Any) -> Any:
     }
 
 
-def verify(source: str, library: str, model: Any, changed: bool) -> str:
+def verify(source: str, library: str, model: "KerasModel", changed: bool) -> str:
     """Compares with the source's own model, where that is possible."""
     import numpy as np
 
@@ -183,7 +192,7 @@ def verify(source: str, library: str, model: Any, changed: bool) -> str:
     return f"outputs equal the source's own model within {difference:.1g} of their size"
 
 
-def timm_outputs(source: str, images: Any) -> Any:
+def timm_outputs(source: str, images: "np.ndarray") -> "np.ndarray":
     """The outputs of timm's model, run in another process on files without pickles."""
     import numpy as np
 
@@ -221,7 +230,7 @@ def timm_outputs(source: str, images: Any) -> Any:
         return np.load(folder / "outputs.npy", allow_pickle=False)
 
 
-def keras_hub_outputs(source: str, images: Any) -> Any:
+def keras_hub_outputs(source: str, images: "np.ndarray") -> "np.ndarray":
     """The outputs of KerasHub's model: the classifier's, if the preset has one."""
     import keras
 
@@ -238,7 +247,7 @@ def keras_hub_outputs(source: str, images: Any) -> Any:
     return keras.ops.convert_to_numpy(outputs)
 
 
-def compare_saved(preset: str, model: Any) -> None:
+def compare_saved(preset: str, model: "KerasModel") -> None:
     import keras
     import numpy as np
 

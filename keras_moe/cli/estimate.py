@@ -12,7 +12,7 @@ cuda-plan), and no device.
 import argparse
 import contextlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras_moe
 from keras_moe.cli._arguments import (
@@ -26,6 +26,13 @@ from keras_moe.cli._arguments import (
     model_overrides,
     positive,
 )
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from keras_moe.distribution.costs import Costs
+    from keras_moe.training import Recipe
 
 EXAMPLES = """\
 keras-moe estimate vmoe_h14 --chip tpu_v4 --devices 256 --batch-size 4096
@@ -133,7 +140,7 @@ def _picture(text: str) -> Path:
     return Path(text)
 
 
-def run(args: argparse.Namespace, console: Any) -> Result:
+def run(args: argparse.Namespace, console: "Console") -> Result:
     compiles = args.compile is not None
     for name, default in (ARITHMETIC if compiles else COMPILER).items():
         if (value := getattr(args, name)) != default:
@@ -166,7 +173,7 @@ def run(args: argparse.Namespace, console: Any) -> Result:
     )
 
 
-def take_recipe(args: argparse.Namespace) -> Any:
+def take_recipe(args: argparse.Namespace) -> "Recipe":
     """Sets the arguments that a recipe has, and returns it."""
     overrides = {
         f"model.{name}": value for name, value in model_overrides(args.set, OWN).items()
@@ -196,7 +203,9 @@ def take_recipe(args: argparse.Namespace) -> Any:
     return recipe
 
 
-def compiled(args: argparse.Namespace, recipe: Any, console: Any) -> Result:
+def compiled(
+    args: argparse.Namespace, recipe: "Recipe | None", console: "Console"
+) -> Result:
     if args.figure is not None:
         args.figure.parent.mkdir(parents=True, exist_ok=True)
     if recipe is None:
@@ -228,7 +237,7 @@ def compiled(args: argparse.Namespace, recipe: Any, console: Any) -> Result:
     return Result(values, (found.print,))
 
 
-def costs(args: argparse.Namespace, expert_parallel: int | str) -> Any:
+def costs(args: argparse.Namespace, expert_parallel: int | str) -> "Costs":
     return keras_moe.distribution.costs(
         args.preset,
         args.devices,
@@ -245,7 +254,7 @@ def costs(args: argparse.Namespace, expert_parallel: int | str) -> Any:
     )
 
 
-def layouts(args: argparse.Namespace) -> dict[int, Any]:
+def layouts(args: argparse.Namespace) -> "dict[int, Costs]":
     """The costs for each number of devices over which experts can be split."""
     compared = {1: costs(args, 1)}
     devices = args.devices // args.model_parallel
@@ -258,7 +267,7 @@ def layouts(args: argparse.Namespace) -> dict[int, Any]:
     return compared
 
 
-def comparison(args: argparse.Namespace, compared: dict[int, Any]) -> Any:
+def comparison(args: argparse.Namespace, compared: "dict[int, Costs]") -> "Table":
     from rich.table import Table
 
     title = f"{args.preset} on {args.devices} x {args.chip}"
@@ -277,7 +286,7 @@ def comparison(args: argparse.Namespace, compared: dict[int, Any]) -> Any:
     return table
 
 
-def as_json(each: Any) -> dict:
+def as_json(each: "Costs") -> dict:
     return {
         **each._asdict(),
         "chip": each.chip._asdict(),

@@ -10,7 +10,7 @@ import argparse
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras_moe
 from keras_moe.cli._arguments import (
@@ -25,6 +25,16 @@ from keras_moe.cli._arguments import (
 )
 from keras_moe.cli._devices import add_devices, set_devices
 from keras_moe.cli._inputs import Examples, Model, find_examples, find_model, with_bar
+
+if TYPE_CHECKING:
+    import numpy as np
+    from rich.console import Console
+    from rich.table import Table
+
+    from keras_moe._types import KerasModel, Tensor
+    from keras_moe.evaluation.image_text import PairEmbeddings
+    from keras_moe.evaluation.zero_shot import ClassSubset
+    from keras_moe.models import CausalLM, ContrastiveModel, ImageClassifier, MoETask
 
 EXAMPLES = """\
 keras-moe evaluate runs/mumoe_digits
@@ -100,7 +110,7 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     add_data_options(pairs)
 
 
-def run(args: argparse.Namespace, console: Any) -> Result:
+def run(args: argparse.Namespace, console: "Console") -> Result:
     import keras
 
     chosen = find_model(args)
@@ -167,7 +177,9 @@ def chosen_metrics(
 # Language models
 
 
-def evaluate_texts(model: Any, examples: Examples, args: argparse.Namespace) -> dict:
+def evaluate_texts(
+    model: "CausalLM", examples: Examples, args: argparse.Namespace
+) -> dict:
     chosen_metrics(args, OF_TEXTS, OF_TEXTS)
     rows = model.training_inputs(examples.texts())
     model.compile()
@@ -182,7 +194,10 @@ def evaluate_texts(model: Any, examples: Examples, args: argparse.Namespace) -> 
 
 
 def evaluate_classifier(
-    model: Any, examples: Examples, args: argparse.Namespace, shown: Callable
+    model: "ImageClassifier",
+    examples: Examples,
+    args: argparse.Namespace,
+    shown: Callable,
 ) -> dict:
     import keras
 
@@ -223,7 +238,7 @@ def evaluate_classifier(
 
 
 def classifier_metrics(
-    args: argparse.Namespace, model: Any, examples: Examples
+    args: argparse.Namespace, model: "ImageClassifier", examples: Examples
 ) -> tuple[str, ...]:
     """The metrics that are asked for, or all that the labels and the model allow."""
     has_head = hasattr(model, "num_classes")
@@ -235,13 +250,13 @@ def classifier_metrics(
     return chosen_metrics(args, possible, default)
 
 
-def pooled_features(model: Any) -> Any:
+def pooled_features(model: "MoETask") -> "Tensor":
     """The symbolic features (N, D) that a head reads, or would read."""
     features = model.features
     return features["pooled"] if isinstance(features, dict) else features
 
 
-def model_classes(model: Any, examples: Examples) -> Any:
+def model_classes(model: "ImageClassifier", examples: Examples) -> "np.ndarray":
     """Each data class's index in the model: by name if both have names."""
     import numpy as np
 
@@ -262,14 +277,14 @@ def model_classes(model: Any, examples: Examples) -> Any:
     return np.array([index_of[name] for name in names])
 
 
-def known_classes(model: Any) -> dict[str, int]:
+def known_classes(model: "ImageClassifier") -> dict[str, int]:
     """The index of each class that a model knows by name."""
     preprocessor = getattr(model, "preprocessor", None)
     names = getattr(preprocessor, "class_names", None) or ()
     return {name: index for index, name in enumerate(names)}
 
 
-def subset_outputs(model: Any, subset: Any) -> list[int]:
+def subset_outputs(model: "ImageClassifier", subset: "ClassSubset") -> list[int]:
     """The outputs of a model for the classes of a subset."""
     index_of = known_classes(model)
     if index_of.keys() >= {*subset.wordnet_ids}:
@@ -282,7 +297,9 @@ def subset_outputs(model: Any, subset: Any) -> list[int]:
     return subset.numbers.tolist()
 
 
-def as_model_labels(labels: Any, indices: Any, num_classes: int) -> Any:
+def as_model_labels(
+    labels: "np.ndarray", indices: "np.ndarray", num_classes: int
+) -> "np.ndarray":
     """Labels of the data, integers (N,) or 0-1 vectors, as labels of the model."""
     import numpy as np
 
@@ -293,7 +310,9 @@ def as_model_labels(labels: Any, indices: Any, num_classes: int) -> Any:
     return vectors
 
 
-def score_figures(scores: Any, labels: Any, metrics: Sequence[str]) -> dict:
+def score_figures(
+    scores: "np.ndarray", labels: "np.ndarray", metrics: Sequence[str]
+) -> dict:
     from keras_moe.evaluation.average_precision import mean_of_defined
 
     figures = {}
@@ -320,9 +339,9 @@ class Prompts(NamedTuple):
     """Class names and templates; `indices` maps the data's classes to the `subset`."""
 
     class_names: tuple[str, ...]
-    templates: Any
-    subset: Any = None
-    indices: Any = None
+    templates: tuple
+    subset: "ClassSubset | None" = None
+    indices: "np.ndarray | None" = None
 
 
 def pair_metrics(examples: Examples, args: argparse.Namespace) -> tuple[str, ...]:
@@ -377,7 +396,7 @@ def zero_shot_prompts(examples: Examples, args: argparse.Namespace) -> Prompts:
 
 
 def evaluate_pairs(
-    model: Any,
+    model: "ContrastiveModel",
     examples: Examples,
     metrics: Sequence[str],
     prompts: Prompts | None,
@@ -416,7 +435,7 @@ def evaluate_pairs(
     return figures
 
 
-def caption_figures(pairs: Any, metrics: Sequence[str]) -> dict:
+def caption_figures(pairs: "PairEmbeddings", metrics: Sequence[str]) -> dict:
     from keras_moe.evaluation.retrieval import KS
 
     figures = {"images": len(pairs.images), "captions": len(pairs.texts)}
@@ -431,7 +450,9 @@ def caption_figures(pairs: Any, metrics: Sequence[str]) -> dict:
     return figures
 
 
-def zero_shot_figures(images: Any, labels: Any, classes: Any, prompts: Prompts) -> dict:
+def zero_shot_figures(
+    images: "np.ndarray", labels: "np.ndarray", classes: "np.ndarray", prompts: Prompts
+) -> dict:
     if prompts.subset is not None:
         labels = prompts.subset.labels(labels, prompts.indices)
     result = keras_moe.evaluation.zero_shot(images, labels, classes)
@@ -457,7 +478,9 @@ def few_shot_figures(pool: tuple, test: tuple, args: argparse.Namespace) -> dict
     }
 
 
-def predict(model: Any, batches: Iterable, batch_size: int) -> tuple[Any, Any]:
+def predict(
+    model: "KerasModel", batches: Iterable, batch_size: int
+) -> "tuple[Any, np.ndarray]":
     """Outputs and labels of all images of a split, its last batch filled up."""
     import keras
     import numpy as np
@@ -473,11 +496,11 @@ def predict(model: Any, batches: Iterable, batch_size: int) -> tuple[Any, Any]:
     return whole, np.concatenate(labels)
 
 
-def accuracy(logits: Any, labels: Any) -> float:
+def accuracy(logits: "np.ndarray", labels: "np.ndarray") -> float:
     return float((logits.argmax(axis=-1) == labels).mean())
 
 
-def figures_table(values: dict) -> Any:
+def figures_table(values: dict) -> "Table":
     from rich.table import Table
 
     unit = next(unit for unit in ("images", "tokens") if unit in values)

@@ -15,7 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from keras_moe import choose_backend, import_keras
 from keras_moe._version import __version__
@@ -31,6 +31,9 @@ from keras_moe.cli import (
     upcycle,
 )
 from keras_moe.cli._arguments import STDOUT, Parser, add_command
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 COMMANDS = (
     quickstart,
@@ -162,7 +165,7 @@ def import_own(modules: list[str]) -> None:
             ) from error
 
 
-def new_console() -> Any:
+def new_console() -> "Console":
     """A console of `rich` that lets the program end when the reader of stdout left."""
     from rich.console import Console
 

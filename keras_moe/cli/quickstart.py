@@ -10,10 +10,17 @@ import argparse
 import shlex
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras_moe
 from keras_moe.cli._arguments import Result, add_count, add_run, verbosity
+
+if TYPE_CHECKING:
+    import numpy as np
+    from rich.console import Console
+
+    from keras_moe.analysis.routing import RoutingStatistics
+    from keras_moe.models import ImageClassifier, MoEBackbone
 
 EXAMPLES = """\
 keras-moe quickstart
@@ -26,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser, 50, 32, 2e-3, "quickstart")
 
 
-def run(args: argparse.Namespace, console: Any) -> Result:
+def run(args: argparse.Namespace, console: "Console") -> Result:
     import keras
 
     begin = time.perf_counter()
@@ -95,7 +102,7 @@ def next_steps(folder: Path) -> dict[str, str]:
     }
 
 
-def train(model: Any, args: argparse.Namespace) -> None:
+def train(model: "ImageClassifier", args: argparse.Namespace) -> None:
     batches = keras_moe.data.load(
         "digits",
         "train",
@@ -110,7 +117,9 @@ def train(model: Any, args: argparse.Namespace) -> None:
     model.fit(batches, epochs=args.epochs, shuffle=False, verbose=verbosity())
 
 
-def compile_with_cosine(model: Any, steps: int, learning_rate: float) -> None:
+def compile_with_cosine(
+    model: "ImageClassifier", steps: int, learning_rate: float
+) -> None:
     """Compiles a model with AdamW, 10% warm-up and cosine decay."""
     import keras
 
@@ -134,7 +143,7 @@ def shifts_and_turns() -> list:
     ]
 
 
-def save_and_load(model: Any, folder: Path, images: Any) -> None:
+def save_and_load(model: "ImageClassifier", folder: Path, images: "np.ndarray") -> None:
     import numpy as np
 
     model.save_to_preset(folder)
@@ -147,7 +156,9 @@ def save_and_load(model: Any, folder: Path, images: Any) -> None:
         )
 
 
-def routing_statistics(folder: Path, images: Any) -> dict[str, Any]:
+def routing_statistics(
+    folder: Path, images: "np.ndarray"
+) -> "dict[str, RoutingStatistics]":
     """Statistics of each MoE block at the training capacity, which drops tokens."""
     limited = keras_moe.models.from_preset(
         str(folder), task="backbone", evaluation="official"
@@ -159,7 +170,7 @@ def routing_statistics(folder: Path, images: Any) -> dict[str, Any]:
     }
 
 
-def draw(model: Any, images: Any, picture: Path) -> None:
+def draw(model: "ImageClassifier", images: "np.ndarray", picture: Path) -> None:
     from keras_moe.analysis import plots
 
     routing = predict_routing(model.backbone, images)
@@ -173,7 +184,7 @@ def draw(model: Any, images: Any, picture: Path) -> None:
     )
 
 
-def predict_routing(backbone: Any, images: Any) -> dict:
+def predict_routing(backbone: "MoEBackbone", images: "np.ndarray") -> dict:
     import keras
 
     return keras.Model(backbone.input, backbone.routing).predict(images, verbose=0)

@@ -17,7 +17,7 @@ import json
 import secrets
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras_moe
 from keras_moe.cli._arguments import (
@@ -39,6 +39,17 @@ from keras_moe.cli._devices import (
     set_devices,
     start_processes,
 )
+
+if TYPE_CHECKING:
+    import keras
+    from rich.console import Console
+    from rich.table import Table
+
+    from keras_moe.models import ModelCard, MoETask
+    from keras_moe.report import Report
+    from keras_moe.training import Recipe
+    from keras_moe.training.data_sections import Datasets
+    from keras_moe.training.run import Training
 
 EXAMPLES = """\
 keras-moe train --list
@@ -132,7 +143,7 @@ def add_looks(parser: argparse.ArgumentParser) -> None:
     add_count(group, "--report-examples", report, 0, 0)
 
 
-def run(args: argparse.Namespace, console: Any) -> Result | None:
+def run(args: argparse.Namespace, console: "Console") -> Result | None:
     from keras_moe._files import write_json
 
     begin = time.perf_counter()
@@ -215,7 +226,7 @@ def check_options(args: argparse.Namespace) -> None:
         import_jinja2()
 
 
-def load_recipe(args: argparse.Namespace) -> Any:
+def load_recipe(args: argparse.Namespace) -> "Recipe":
     overrides = dict(args.recipe_set)
     overrides |= {f"model.{name}": value for name, value in args.set}
     if args.data is not None:
@@ -226,7 +237,7 @@ def load_recipe(args: argparse.Namespace) -> Any:
     return keras_moe.training.load_recipe(args.recipe).replace(**overrides)
 
 
-def branch(args: argparse.Namespace, recipe: Any) -> Any:
+def branch(args: argparse.Namespace, recipe: "Recipe") -> "Recipe":
     """The recipe of a cooldown, if --cooldown asks for one."""
     if args.cooldown is None:
         return recipe
@@ -242,8 +253,8 @@ def branch(args: argparse.Namespace, recipe: Any) -> Any:
 
 
 def fit(
-    args: argparse.Namespace, recipe: Any, folder: Path, console: Any
-) -> tuple[Any, Any]:
+    args: argparse.Namespace, recipe: "Recipe", folder: Path, console: "Console"
+) -> "tuple[Training, Any]":
     """Trains on the devices that are asked for; also returns the test batches."""
     import keras
 
@@ -291,7 +302,11 @@ def fit(
 
 
 def evaluations(
-    args: argparse.Namespace, recipe: Any, folder: Path, model: Any, datasets: Any
+    args: argparse.Namespace,
+    recipe: "Recipe",
+    folder: Path,
+    model: "MoETask",
+    datasets: "Datasets",
 ) -> list:
     """Callbacks that evaluate the model at regular intervals."""
     import keras
@@ -327,7 +342,9 @@ def evaluations(
     return callbacks
 
 
-def wandb_log(project: str, recipe: Any, folder: Path, restart: bool) -> Any:
+def wandb_log(
+    project: str, recipe: "Recipe", folder: Path, restart: bool
+) -> "keras.callbacks.Callback":
     """Starts or resumes a run of Weights & Biases; returns its callback for Keras."""
     from keras_moe._files import read_text, write_text
 
@@ -354,7 +371,9 @@ def import_wandb() -> Any:
     return wandb
 
 
-def new_few_shot(args: argparse.Namespace, recipe: Any, model: Any) -> Any:
+def new_few_shot(
+    args: argparse.Namespace, recipe: "Recipe", model: "MoETask"
+) -> object:
     """Few-shot accuracy on the recipe's data, or on other data."""
     source, splits = args.few_shot_data, ("train", "test")
     if source is None:
@@ -374,7 +393,9 @@ def new_few_shot(args: argparse.Namespace, recipe: Any, model: Any) -> Any:
     return keras_moe.training.FewShot(*pools, **options)
 
 
-def new_retrieval(args: argparse.Namespace, recipe: Any, model: Any) -> Any:
+def new_retrieval(
+    args: argparse.Namespace, recipe: "Recipe", model: "MoETask"
+) -> object:
     """Recalls of all captions of the pairs that the recipe evaluates on."""
     from keras_moe.data.sources import has_captions
 
@@ -402,12 +423,12 @@ def new_retrieval(args: argparse.Namespace, recipe: Any, model: Any) -> Any:
 
 def write_report(
     args: argparse.Namespace,
-    recipe: Any,
-    trained: Any,
+    recipe: "Recipe",
+    trained: "Training",
     test: Any,
     folder: Path,
-    console: Any,
-) -> Any:
+    console: "Console",
+) -> "Report | None":
     """The report on the test data's routing, if asked for; a failure only warns."""
     if not args.report_examples or not getattr(trained.model, "routing", None):
         return None
@@ -433,7 +454,7 @@ def write_report(
         return None
 
 
-def card_of(recipe: Any, trained: Any) -> Any:
+def card_of(recipe: "Recipe", trained: "Training") -> "ModelCard":
     """The model card of the trained model: its recipe, data and score."""
     score = keras_moe.models.CardResult(
         recipe.objective.monitor.metric.removeprefix("val_"),
@@ -453,7 +474,11 @@ def card_of(recipe: Any, trained: Any) -> Any:
 
 
 def add_picture(
-    card: Any, pictures: list, recipe: Any, trained: Any, folder: Path
+    card: "ModelCard",
+    pictures: list,
+    recipe: "Recipe",
+    trained: "Training",
+    folder: Path,
 ) -> None:
     from keras_moe.report.writing import FRONT
 
@@ -465,7 +490,7 @@ def add_picture(
         card.write(trained.model, folder / "preset", "preset")
 
 
-def results_of(recipe: Any, trained: Any, folder: Path) -> dict:
+def results_of(recipe: "Recipe", trained: "Training", folder: Path) -> dict:
     """The settings and the history of the run, interruptions included."""
     checkpoint = keras_moe.training.find_checkpoint(folder / "checkpoints")
     state = checkpoint.state["callbacks"]
@@ -504,7 +529,7 @@ def draw(results: dict, title: str, folder: Path) -> None:
         )
 
 
-def settings_table(recipe: Any) -> Any:
+def settings_table(recipe: "Recipe") -> "Table":
     import keras
     from rich.table import Table
 
