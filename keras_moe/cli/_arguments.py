@@ -73,7 +73,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         default = action.default
         if default in (None, False, argparse.SUPPRESS, []):
-            return action.help
+            return action.help or ""
         if isinstance(default, (list, tuple)):
             default = " ".join(map(str, default))
         return f"{action.help} Default: {default}."
@@ -87,11 +87,12 @@ def add_command(commands: argparse._SubParsersAction, module: ModuleType) -> Non
     a second run resumes the first, `INTERRUPTED = RESUMES`.
     """
     name = module.__name__.rpartition(".")[2].replace("_", "-")
-    line = module.__doc__.partition("\n")[0].removesuffix(".")
+    text = module.__doc__ or ""
+    line = text.partition("\n")[0].removesuffix(".")
     parser = commands.add_parser(
         name,
         help=line[0].lower() + line[1:],
-        description=module.__doc__.strip(),
+        description=text.strip(),
         examples=module.EXAMPLES,
     )
     module.add_arguments(parser)

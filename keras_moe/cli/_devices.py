@@ -62,7 +62,7 @@ def start_processes(args: argparse.Namespace) -> None:
 
 def set_devices(
     args: argparse.Namespace, preset: str, batch_size: int, overrides: dict[str, Any]
-) -> "keras.distribution.Distribution | None":
+) -> "keras.distribution.DataParallel | keras.distribution.ModelParallel | None":
     """Sets the distribution of a model to be made, if --devices asks for one."""
     import keras
 

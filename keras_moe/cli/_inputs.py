@@ -53,7 +53,8 @@ class Examples(NamedTuple):
 
         split = split or self.split
         classes = open_source(self.source, split, self.data_dir).classes
-        return classes.max_labels is not None or self.hierarchy is not None
+        has_several = classes is not None and classes.max_labels is not None
+        return has_several or self.hierarchy is not None
 
     def images(self, split: str, image_shape: tuple, batch_size: int) -> Any:
         """The batches of a split in order: labels are integers, or 0-1 vectors."""
@@ -167,13 +168,13 @@ def find_examples(
     asked_for = dict(args.data_options)
     check_argument_names(asked_for, list(options), "--data-options")
     own = ("templates", "unreadable")
-    options = {k: recipe[k] for k in own if recipe.get(k) is not None} | asked_for
+    chosen = {k: recipe[k] for k in own if recipe.get(k) is not None} | asked_for
     excluded = {}
     if recipe.get("exclude"):
         excluded[recipe.get("train_split", "train")] = recipe["exclude"]
-    if "exclude" in options:
-        excluded[split] = options.pop("exclude")
-    keras_moe.data.PairOptions(**options)
+    if "exclude" in chosen:
+        excluded[split] = chosen.pop("exclude")
+    keras_moe.data.PairOptions(**chosen)
     return Examples(
         source,
         split,
@@ -182,7 +183,7 @@ def find_examples(
         getattr(args, "hierarchy", None) or recipe.get("hierarchy"),
         recipe.get("max_labels"),
         excluded,
-        options,
+        chosen,
     )
 
 

@@ -203,7 +203,9 @@ def evaluate_classifier(
 
     metrics = classifier_metrics(args, model, examples)
     has_scores = bool({*metrics} & {*OF_HEADS})
-    outputs = {"features": pooled_features(model)} if "few_shot" in metrics else {}
+    outputs: dict[str, Any] = {}
+    if "few_shot" in metrics:
+        outputs["features"] = pooled_features(model)
     if has_scores:
         outputs["logits"] = model.output
         # Before the images are read: the classes may not fit.
@@ -213,15 +215,15 @@ def evaluate_classifier(
             columns = subset_outputs(model, subset)
         else:
             indices = model_classes(model, examples)
-    shape = getattr(model, "backbone", model).image_shape
+    backbone: Any = getattr(model, "backbone", model)
 
     def predict_split(names, split):
         inference = keras.Model(model.input, {name: outputs[name] for name in names})
-        batches = examples.images(split, shape, args.batch_size)
+        batches = examples.images(split, backbone.image_shape, args.batch_size)
         return predict(inference, shown(batches, split), args.batch_size)
 
     outcome, labels = predict_split(outputs, examples.split)
-    figures = {"images": len(labels)}
+    figures: dict[str, Any] = {"images": len(labels)}
     if has_scores:
         scores = outcome["logits"].astype("float32")
         if args.class_subset:
@@ -260,8 +262,8 @@ def model_classes(model: "ImageClassifier", examples: Examples) -> "np.ndarray":
     """Each data class's index in the model: by name if both have names."""
     import numpy as np
 
-    names, count = examples.class_names(), examples.num_classes()
-    index_of = known_classes(model)
+    names: Any = examples.class_names()
+    count, index_of = examples.num_classes(), dict[Any, int](known_classes(model))
     if names is None or not index_of:
         names, index_of = range(count), {c: c for c in range(model.num_classes)}
         fits = count == model.num_classes
@@ -438,10 +440,11 @@ def evaluate_pairs(
 def caption_figures(pairs: "PairEmbeddings", metrics: Sequence[str]) -> dict:
     from keras_moe.evaluation.retrieval import KS
 
-    figures = {"images": len(pairs.images), "captions": len(pairs.texts)}
+    sizes = {"images": len(pairs.images), "captions": len(pairs.texts)}
+    figures: dict[str, Any] = {**sizes}
     if "retrieval" in metrics:
         # A set may be smaller than those of the papers.
-        ks = [k for k in KS if k <= min(figures.values())]
+        ks = [k for k in KS if k <= min(sizes.values())]
         figures["retrieval"] = pairs.retrieval(ks).figures()
     if "contrastive_accuracy" in metrics:
         size = min(CONTRASTIVE_BATCH, len(pairs.images))

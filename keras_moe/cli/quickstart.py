@@ -10,7 +10,7 @@ import argparse
 import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import keras_moe
 from keras_moe.cli._arguments import Result, add_count, add_run, verbosity
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from keras_moe.analysis.routing import RoutingStatistics
-    from keras_moe.models import ImageClassifier, MoEBackbone
+    from keras_moe.models import ImageClassifier
 
 EXAMPLES = """\
 keras-moe quickstart
@@ -102,7 +102,7 @@ def next_steps(folder: Path) -> dict[str, str]:
     }
 
 
-def train(model: "ImageClassifier", args: argparse.Namespace) -> None:
+def train(model: Any, args: argparse.Namespace) -> None:
     batches = keras_moe.data.load(
         "digits",
         "train",
@@ -126,11 +126,10 @@ def compile_with_cosine(
     schedule = keras.optimizers.schedules.CosineDecay(
         0.0, steps, warmup_target=learning_rate, warmup_steps=steps // 10
     )
-    model.compile(
-        optimizer=keras.optimizers.AdamW(
-            schedule, weight_decay=0.05, global_clipnorm=1.0
-        )
-    )
+    # Keras annotates a number only.
+    rate: Any = schedule
+    optimizer = keras.optimizers.AdamW(rate, weight_decay=0.05, global_clipnorm=1.0)
+    model.compile(optimizer=optimizer)
 
 
 def shifts_and_turns() -> list:
@@ -170,7 +169,7 @@ def routing_statistics(
     }
 
 
-def draw(model: "ImageClassifier", images: "np.ndarray", picture: Path) -> None:
+def draw(model: Any, images: "np.ndarray", picture: Path) -> None:
     from keras_moe.analysis import plots
 
     routing = predict_routing(model.backbone, images)
@@ -184,7 +183,7 @@ def draw(model: "ImageClassifier", images: "np.ndarray", picture: Path) -> None:
     )
 
 
-def predict_routing(backbone: "MoEBackbone", images: "np.ndarray") -> dict:
+def predict_routing(backbone: Any, images: "np.ndarray") -> dict:
     import keras
 
     return keras.Model(backbone.input, backbone.routing).predict(images, verbose=0)

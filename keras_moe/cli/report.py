@@ -7,7 +7,7 @@ folder of a run says which data it was tested on; other presets need --data.
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import keras_moe
 from keras_moe.cli._arguments import (
@@ -94,7 +94,7 @@ def write_report(
     # Of images with labels, nothing reads captions.
     options = ("captions", *PAIR_OPTIONS) if chosen.embeds_pairs else PAIR_OPTIONS[1:]
     examples = find_examples(args, chosen.recipe, options)
-    shape = getattr(getattr(model, "backbone", model), "image_shape", None)
+    shape: Any = getattr(getattr(model, "backbone", model), "image_shape", None)
     class_names = None
     if chosen.writes_texts:
         rows = model.training_inputs(examples.texts())

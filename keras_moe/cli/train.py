@@ -399,9 +399,10 @@ def new_retrieval(
     """Recalls of all captions of the pairs that the recipe evaluates on."""
     from keras_moe.data.sources import has_captions
 
-    config = recipe.data
+    config: Any = recipe.data
+    objective: Any = recipe.objective
     source, split, data_dir = config.evaluated_source, config.test_split, args.data_dir
-    of_pairs = isinstance(recipe.objective, keras_moe.training.Contrastive)
+    of_pairs = isinstance(objective, keras_moe.training.Contrastive)
     if not of_pairs or not has_captions(source, split, data_dir):
         raise ValueError(
             "Expected a recipe of pairs with captions of their own with "
@@ -412,7 +413,7 @@ def new_retrieval(
         source,
         split,
         model.backbone.image_shape,
-        recipe.objective.evaluation_batch_size or config.batch_size,
+        objective.evaluation_batch_size or config.batch_size,
         tokenizer=model.preprocessor,
         shuffle=False,
         data_dir=data_dir,

@@ -140,7 +140,7 @@ class ExportedTower(NamedTuple):
     values: dict[str, np.ndarray]
     pooling: str | None = None
     projection_dim: int | None = None
-    images: Normalization | None = None
+    images: Normalization = Normalization((0.5,), (0.5,))
 
     def check(self, kind: str, **wanted: Any) -> None:
         """Raises ValueError unless the arguments are those that a format needs."""
@@ -222,7 +222,7 @@ class ExportedModel(NamedTuple):
 
     @classmethod
     def of(cls, model: keras.Model) -> "ExportedModel":
-        backbone = getattr(model, "backbone", model)
+        backbone: Any = getattr(model, "backbone", model)
         texts = (TextBackbone, DecoderBackbone)
         if not isinstance(backbone, (CLIPBackbone, ViTBackbone, *texts)):
             raise ValueError(

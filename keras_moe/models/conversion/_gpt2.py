@@ -153,9 +153,9 @@ def gpt2_files(model: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         "eos_token_id": end,
         "torch_dtype": "float32",
     }
-    files = {CONFIG_NAME: content}
+    files: dict[str, Any] = {CONFIG_NAME: content}
     pairs = getattr(model.preprocessor, "tokenizer", None)
     if isinstance(pairs, keras_hub.tokenizers.GPT2Tokenizer):
-        merges = "\n".join(["#version: 0.2", *pairs.merges, ""])
-        files |= zip(GPT2_FILES, (pairs.vocabulary, merges))
+        merges = "\n".join(["#version: 0.2", *(pairs.merges or ()), ""])
+        files.update(zip(GPT2_FILES, (pairs.vocabulary, merges)))
     return tensors_of(gpt2_rules(config), tower.values, kind), files

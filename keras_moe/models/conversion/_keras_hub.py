@@ -347,7 +347,7 @@ def _llama_spec(encoder, preprocessor):
         "rope_theta": float(encoder.rope_max_wavelength),
         # KerasHub's Llama has a factor, too, which changes nothing.
         "rope_scaling": 1.0 if is_llama else float(encoder.rope_scaling_factor),
-        "tied_embeddings": encoder.token_embedding.tie_weights,
+        "tied_embeddings": encoder.token_embedding.tie_weights,  # pyright: ignore[reportOptionalMemberAccess]
         "query_key_norm": isinstance(encoder, _hub.Qwen3Backbone),
         "dropout_rate": encoder.dropout,
         "attention_dropout": encoder.dropout,

@@ -151,7 +151,7 @@ def moepp_rules(arguments: dict) -> dict:
     first = ffn + constants
     order = (*range(ffn), first + 1, first, *range(ffn, first))
     router = moe["router"] if isinstance(moe["router"], dict) else {}
-    rules = {
+    rules: dict = {
         "token_embedding/embeddings": Direct("model.embed_tokens.weight"),
         "final_norm/scale": Direct("model.norm.weight"),
     }

@@ -187,7 +187,7 @@ def _timm_image_spec(file, config, overrides):
     """Returns the spec of a timm image tower, as in OpenCLIP's SigLIPs."""
     vision = config.get("model_cfg", {}).get("vision_cfg", {})
     cfg = config.get("preprocess_cfg", {})
-    timm = {
+    timm: dict[str, Any] = {
         "pretrained_cfg": {
             "mean": cfg.get("mean", CLIP_IMAGES.mean),
             "std": cfg.get("std", CLIP_IMAGES.std),
@@ -237,7 +237,7 @@ def _text_root(file):
 
 
 def _text_spec(file, config, overrides):
-    root = _text_root(file)
+    root = _text_root(file) or ""
     model = config.get("model_cfg", {})
     text = model.get("text_cfg", {})
     # Some configs have this next to the towers.

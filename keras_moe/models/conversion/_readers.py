@@ -90,7 +90,8 @@ class SafetensorsCheckpoint(PublishedTensors):
             ) from error
         for name in opened.keys():  # noqa: SIM118
             part = opened.get_slice(name)
-            dtype = FLOATS.get(part.get_dtype(), part.get_dtype())
+            dtype = str(part.get_dtype())
+            dtype = FLOATS.get(dtype, dtype)
             self._opened[name] = opened
             self._tensors[name] = TensorInfo(tuple(part.get_shape()), dtype, file)
 

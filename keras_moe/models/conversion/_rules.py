@@ -271,7 +271,7 @@ class Filled:
     def shapes(self, target: tuple) -> dict[str, tuple]:
         return {}
 
-    def make(self, read: Callable, target: tuple) -> np.ndarray:
+    def make(self, read: Callable | None, target: tuple) -> np.ndarray:
         if self.value == "identity":
             return np.eye(*target, dtype="float32")
         return np.zeros(target, "float32")

@@ -68,8 +68,9 @@ CLIP_IMAGES = Normalization(
     (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 )
 # Names and Pillow's codes of interpolations.
-_INTERPOLATIONS = dict.fromkeys(("bilinear", 2), "bilinear")
-_INTERPOLATIONS.update(dict.fromkeys(("bicubic", 3), "bicubic"))
+_INTERPOLATIONS = {
+    "bilinear": "bilinear", 2: "bilinear", "bicubic": "bicubic", 3: "bicubic",
+}  # fmt: skip
 
 
 def normalization(
@@ -326,11 +327,15 @@ def towers_spec(
         name: make_spec(file, config, {**overrides, **(overrides.get(name) or {})})
         for name, make_spec in makers.items()
     }
-    return pair_spec(file, **specs, log_scale=LOGIT_NAMES[0], bias=LOGIT_NAMES[1])
+    return pair_spec(file, **specs)
 
 
 def pair_spec(
-    file: Any, image: ConversionSpec, text: ConversionSpec, log_scale: str, bias: str
+    file: Any,
+    image: ConversionSpec,
+    text: ConversionSpec,
+    log_scale: str | None = LOGIT_NAMES[0],
+    bias: str | None = LOGIT_NAMES[1],
 ) -> ConversionSpec:
     task = dict(image.task_arguments or {})
     pooling = task.pop("pooling", None)
@@ -353,7 +358,7 @@ def pair_spec(
     else:
         shared = _projections(rules, text_arguments, size)
     for path, name in (("log_scale", log_scale), ("bias", bias)):
-        if name in file:
+        if name is not None and name in file:
             rules[f"logit_scale/{path}"] = Scalar(name, shape=file[name].shape)
     text_arguments.pop("dtype", None)
     if "dtype" in image_arguments:

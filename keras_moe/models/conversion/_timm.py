@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 from keras_moe._checks import check_one_of
 from keras_moe.models.conversion._rules import (
@@ -295,7 +296,7 @@ def _lacks_class_row(file, arguments):
 
 def _pooling(file, pooling, arguments):
     if pooling == "map":
-        task = {"pooling": "map"}
+        task: dict[str, Any] = {"pooling": "map"}
         if arguments["query_key_norm"]:
             # timm's pooling does not normalise queries and keys.
             task["pooling_query_key_norm"] = False

@@ -156,7 +156,7 @@ def _root(file, tower):
 
 
 def _image_spec(file, config, overrides):
-    root = _root(file, "image")
+    root = _root(file, "image") or ""
     names = _IMAGE.under(root)
     kernel = f"{names.patches}weight"
     if len(file[kernel].shape) == 2:
@@ -257,7 +257,7 @@ def _edge(size):
 
 
 def _text_spec(file, config, overrides):
-    root = _root(file, "text")
+    root = _root(file, "text") or ""
     names = _TEXT.under(root)
     is_siglip = f"{root}head.weight" in file
     text = config.get("text_config")
@@ -333,9 +333,10 @@ def _end_of_text(settings, vocabulary_size, file, overrides):
 def transformers_files(model: Any) -> tuple[dict, dict[str, Any]]:
     """Returns the tensors and JSON files of an `ExportedModel`."""
     image, text = model.towers.get("image"), model.towers.get("text")
-    if text is None and image.config["layer_scale_initial_value"]:
+    own = (image or text).config
+    if text is None and own["layer_scale_initial_value"]:
         return _dinov2_files(model)
-    is_clip = text.config["causal"] if image is None else image.config["class_token"]
+    is_clip = own["causal" if image is None else "class_token"]
     tensors, configs, files = {}, {}, {}
     if image is not None:
         tensors, configs["vision"], image_range = _exported_image(image, is_clip)

@@ -80,11 +80,11 @@ class VMoECheckpoint(PublishedTensors):
             part = array[(..., *(slice(*bounds) for bounds in chunk.bounds))]
             # No copy if the part is contiguous.
             values = part if part.flags.c_contiguous else np.empty_like(part)
-            target = memoryview(values.reshape(-1).view("uint8"))
+            target = values.reshape(-1).view("uint8").data
             with open_regular(chunk.shard) as stream:
                 for offset, size in chunk.pieces:
                     stream.seek(offset)
-                    stream.readinto(target[:size])
+                    stream.readinto(target[:size])  # pyright: ignore[reportAttributeAccessIssue]
                     target = target[size:]
             if values is not part:
                 part[...] = values

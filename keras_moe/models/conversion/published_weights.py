@@ -7,7 +7,7 @@ import functools
 import math
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -187,11 +187,12 @@ class PublishedWeights:
         file, spec = self.file, self.spec
         sizes = _ImageSizes.of(spec.arguments)
         steps, new, ignored = self._match(model, sizes)
-        target = _ImageSizes.of(getattr(model, "backbone", model).get_config())
+        backbone: Any = getattr(model, "backbone", model)
+        target = _ImageSizes.of(backbone.get_config())
         done, nbytes = [], 0
-        for number, (weight, rule, shape) in enumerate(
-            steps if self.load_weights else ()
-        ):
+        if not self.load_weights:
+            steps = []
+        for number, (weight, rule, shape) in enumerate(steps):
             if progress is not None:
                 progress(number, len(steps), weight.path)
             how = self._fill(weight, rule, shape, sizes, target)
@@ -297,7 +298,7 @@ def _read(file, name):
 def _check_tensor(file, name, expected, weight):
     info = file.get(name)
     shape = None if info is None else info.shape
-    if shape != tuple(expected):
+    if info is None or shape != tuple(expected):
         raise ValueError(
             f"Expected a tensor {name!r} of shape {tuple(expected)} for "
             f"{weight.path!r} in {file.path}; received: shape={shape}"

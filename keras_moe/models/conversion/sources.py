@@ -94,7 +94,9 @@ def open_source(
     text = os.fspath(source)
     if kind in ("npz", "vmoe") and os.path.isdir(text):
         # A V-MoE checkpoint and a folder may share a name.
-        text = text if os.path.isfile(f"{text}.index") else _only_checkpoint(text)
+        text = (
+            text if os.path.isfile(f"{text}.index") else _only_checkpoint(text) or text
+        )
     config = {}
     if kind == "npz":
         file = NpzCheckpoint(local(text))
