@@ -220,7 +220,8 @@ def timm_outputs(source: str, images: "np.ndarray") -> "np.ndarray":
         folder = Path(folder)
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         np.save(folder / "images.npy", pixels.transpose(0, 3, 1, 2).astype("float32"))
-        command = [sys.executable, str(program), str(folder)]
+        # -P: the modules beside the program have the names of backends.
+        command = [sys.executable, "-P", str(program), str(folder)]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
             status = f"status {result.returncode}"

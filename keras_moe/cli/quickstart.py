@@ -186,4 +186,5 @@ def draw(model: Any, images: "np.ndarray", picture: Path) -> None:
 def predict_routing(backbone: Any, images: "np.ndarray") -> dict:
     import keras
 
-    return keras.Model(backbone.input, backbone.routing).predict(images, verbose=0)
+    reader: Any = keras.Model(backbone.input, backbone.routing)
+    return reader.predict(images, verbose=0)

@@ -262,8 +262,8 @@ def page_html(
     values = {
         "name": name,
         "sections": sections,
-        "css": (_FOLDER / "report.css").read_text(encoding="utf-8"),
-        "script": (_FOLDER / "report.js").read_text(encoding="utf-8"),
+        "css": (_FOLDER / "page.css").read_text(encoding="utf-8"),
+        "script": (_FOLDER / "page.js").read_text(encoding="utf-8"),
         # Problems first.
         "levels": LEVELS[::-1],
         "version": __version__,
