@@ -262,7 +262,7 @@ def page_html(
     values = {
         "name": name,
         "sections": sections,
-        "css": (_FOLDER / "page.css").read_text(encoding="utf-8"),
+        "css": (_FOLDER / "report.css").read_text(encoding="utf-8"),
         "script": (_FOLDER / "page.js").read_text(encoding="utf-8"),
         # Problems first.
         "levels": LEVELS[::-1],
