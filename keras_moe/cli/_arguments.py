@@ -240,7 +240,6 @@ def check_target(source: str, output: Path) -> None:
 
 
 def add_layout(parser: Options) -> None:
-    """Adds the arguments by which a model is split over devices."""
     parser.add_argument(
         "--expert-parallel",
         type=integer_or("batch"),
@@ -299,7 +298,6 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """The type of arguments that are finite numbers above 0."""
     if not 0 < float(text) < math.inf:
         raise argparse.ArgumentTypeError(
             f"Expected a finite number above 0; received: {text}"

@@ -37,7 +37,6 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments by which a process joins others."""
     group = parser.add_argument_group("several processes, with --devices")
     group.add_argument(
         "--coordinator", metavar="HOST:PORT", help="The address of the first process."

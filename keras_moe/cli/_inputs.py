@@ -48,7 +48,6 @@ class Examples(NamedTuple):
     options: dict[str, Any]
 
     def has_several_labels(self, split: str | None = None) -> bool:
-        """Whether an image of a split may have several labels."""
         from keras_moe.data.sources import open_source
 
         split = split or self.split
@@ -148,7 +147,6 @@ def find_run(preset: str) -> tuple[str, dict]:
 def find_examples(
     args: argparse.Namespace, recipe: dict, options: Sequence[str] = PAIR_OPTIONS
 ) -> Examples:
-    """The data that is asked for, or that of the run."""
     from keras_moe._checks import check_argument_names
 
     if args.data is None and not recipe:

@@ -255,7 +255,6 @@ def costs(args: argparse.Namespace, expert_parallel: int | str) -> "Costs":
 
 
 def layouts(args: argparse.Namespace) -> "dict[int, Costs]":
-    """The costs for each number of devices over which experts can be split."""
     compared = {1: costs(args, 1)}
     devices = args.devices // args.model_parallel
     for ways in range(2, devices + 1):

@@ -280,14 +280,12 @@ def model_classes(model: "ImageClassifier", examples: Examples) -> "np.ndarray":
 
 
 def known_classes(model: "ImageClassifier") -> dict[str, int]:
-    """The index of each class that a model knows by name."""
     preprocessor = getattr(model, "preprocessor", None)
     names = getattr(preprocessor, "class_names", None) or ()
     return {name: index for index, name in enumerate(names)}
 
 
 def subset_outputs(model: "ImageClassifier", subset: "ClassSubset") -> list[int]:
-    """The outputs of a model for the classes of a subset."""
     index_of = known_classes(model)
     if index_of.keys() >= {*subset.wordnet_ids}:
         return [index_of[name] for name in subset.wordnet_ids]

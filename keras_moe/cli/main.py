@@ -117,7 +117,6 @@ def main(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs the parsed command, and prints its result."""
     if args.json not in (None, STDOUT):
         # A folder that cannot be made is no reason to lose a result.
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)

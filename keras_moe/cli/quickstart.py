@@ -133,7 +133,6 @@ def compile_with_cosine(
 
 
 def shifts_and_turns() -> list:
-    """The augmentation of digits: small shifts and turns."""
     from keras import layers
 
     return [

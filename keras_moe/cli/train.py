@@ -308,7 +308,6 @@ def evaluations(
     model: "MoETask",
     datasets: "Datasets",
 ) -> list:
-    """Callbacks that evaluate the model at regular intervals."""
     import keras
 
     from keras_moe._processes import gathered_batch
@@ -456,7 +455,6 @@ def write_report(
 
 
 def card_of(recipe: "Recipe", trained: "Training") -> "ModelCard":
-    """The model card of the trained model: its recipe, data and score."""
     score = keras_moe.models.CardResult(
         recipe.objective.monitor.metric.removeprefix("val_"),
         trained.score,
@@ -510,7 +508,6 @@ def results_of(recipe: "Recipe", trained: "Training", folder: Path) -> dict:
 
 
 def backend_and_versions() -> dict[str, Any]:
-    """The backend, and the versions of this library, Keras and the backend."""
     import keras
 
     from keras_moe.training.run_checkpoint import versions

@@ -57,7 +57,6 @@ _IMAGE, _TEXT = "img/", "txt/"
 def google_spec(
     file, config: dict, overrides: dict, tower: str | None = None
 ) -> ConversionSpec | None:
-    """Returns the spec of a checkpoint with Google's names; None for others."""
     name = Path(file.path).name
     for prefix in _PREFIXES:
         if f"{prefix}{_IMAGE}embedding/kernel" in file:
@@ -115,7 +114,6 @@ def _mlp(path, name):
 
 
 def _head(file, prefix):
-    """Returns rules and arguments of representation and head; None without a head."""
     if f"{prefix}head/kernel" not in file:
         return {}, None
     _, num_classes = required(file, f"{prefix}head/kernel", 2)
@@ -183,7 +181,6 @@ def _encoder(file, root):
 
 
 def _moe(file, path, name):
-    """Returns rules of an MoE layer and its router's arguments."""
     rules = {
         f"{path}/experts/{layer}_{what}": Direct(f"{name}Mlp/{dense}/{what}")
         for layer, dense in (("hidden", "Dense_0"), ("output", "Dense_1"))

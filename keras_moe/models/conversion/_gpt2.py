@@ -39,7 +39,6 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias")
 def gpt2_spec(
     file, config: dict, overrides: dict, tower: str | None = None
 ) -> ConversionSpec | None:
-    """Returns the spec of a GPT-2 of transformers; None for other names."""
     root = _ROOT if f"{_ROOT}wte.weight" in file else ""
     if f"{root}h.0.attn.c_attn.weight" not in file:
         return None
@@ -120,7 +119,6 @@ def gpt2_rules(arguments: dict, root: str = _ROOT) -> dict:
 
 
 def gpt2_files(model: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Returns the tensors and JSON files of an `ExportedModel`."""
     tower = model.towers["text"]
     config, kind = tower.config, "GPT-2 of transformers"
     heads = config["num_heads"]

@@ -101,7 +101,6 @@ class KerasHubModel(PublishedTensors):
 def keras_hub_spec(
     model: keras.Model, tower: str | None
 ) -> tuple[PublishedTensors, ConversionSpec]:
-    """Returns the weights of a KerasHub model and their spec."""
     if isinstance(model, _PAIRS):
         return _both_towers(model) if tower is None else _one_tower(model, tower)
     texts = (*_TEXTS, *_LANGUAGE, *LANGUAGE_TASKS)
@@ -479,7 +478,6 @@ def _text_spec(encoder, clip):
 
 
 def _preprocessing(preprocessor):
-    """Returns arguments of `ImagePreprocessor`, or None, and notes."""
     if preprocessor is None:
         return None, ()
     converter = getattr(preprocessor, "image_converter", None)

@@ -92,7 +92,6 @@ _ASSUMED = (
 def openclip_spec(
     file, config: dict, overrides: dict, tower: str | None = None
 ) -> ConversionSpec | None:
-    """Returns the spec of a CLIP or one tower; None for other names."""
     makers = {}
     if any(name.startswith(_TRUNK) for name in file):
         makers["image"] = _timm_image_spec
@@ -227,7 +226,6 @@ def _timm_image_spec(file, config, overrides):
 
 
 def _text_root(file):
-    """Returns the name prefix of the text tower; None without one."""
     # The second is a tower of transformers, which is refused by name.
     names = _TEXT.tokens, "transformer.embeddings.word_embeddings.weight"
     for root in ("text.", ""):
@@ -325,7 +323,6 @@ def _projection(file, root):
 
 
 def openclip_files(model: Any) -> tuple[dict, dict[str, Any]]:
-    """Returns the tensors and JSON files of an `ExportedModel`."""
     if len(model.towers) < 2:
         raise ValueError(
             "Expected a CLIPBackbone, since OpenCLIP loads pairs of towers only; "

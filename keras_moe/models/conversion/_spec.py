@@ -222,7 +222,6 @@ POSITION_IDS = "the numbers 0, 1, 2, ..."
 
 
 def activation_of(name: str | None, file: Any, overrides: dict) -> Any:
-    """Returns the activation of a CLIP or SigLIP tower."""
     if "activation" in overrides:
         return overrides["activation"]
     if name not in ACTIVATIONS:
@@ -265,7 +264,6 @@ def image_tower_arguments(
 def text_tower_arguments(
     file: Any, names: TowerNames, overrides: dict, **settings: Any
 ) -> dict:
-    """Infers the arguments of a text tower; for `settings` see `_block_arguments`."""
     vocabulary_size, hidden_dim = required(file, names.tokens, 2)
     return {
         "vocabulary_size": vocabulary_size,
@@ -286,7 +284,6 @@ def _block_arguments(
     epsilon: float,
     layer_scale: float | None = None,
 ) -> dict:
-    """Returns the arguments of blocks, given what the source's config says."""
     mlp = f"{names.blocks}0.{names.block.mlp[0]}weight"
     num_heads = num_heads or overrides.get("num_heads")
     return {

@@ -76,7 +76,6 @@ _NO_NAME = re.compile(r"LABEL_\d+")
 def timm_spec(
     file, config: dict, overrides: dict, tower: str | None = None
 ) -> ConversionSpec | None:
-    """Returns the spec of a timm model; None for other names."""
     is_mixer = "blocks.0.mlp_tokens.fc1.weight" in file
     if f"{_MIXER_PATCHES if is_mixer else _VIT_PATCHES}weight" not in file:
         return None

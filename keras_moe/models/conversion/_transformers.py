@@ -105,7 +105,6 @@ _DINOV2_IMAGES = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 def transformers_spec(
     file, config: dict, overrides: dict, tower: str | None = None
 ) -> ConversionSpec | None:
-    """Returns the spec of a CLIP, SigLIP or DINOv2; None for other names."""
     root = next((x for x in ("", "dinov2.") if f"{x}{_DINOV2_SCALE}" in file), None)
     if root is not None:
         return _dinov2_spec(file, root, config, overrides)
@@ -331,7 +330,6 @@ def _end_of_text(settings, vocabulary_size, file, overrides):
 
 
 def transformers_files(model: Any) -> tuple[dict, dict[str, Any]]:
-    """Returns the tensors and JSON files of an `ExportedModel`."""
     image, text = model.towers.get("image"), model.towers.get("text")
     own = (image or text).config
     if text is None and own["layer_scale_initial_value"]:

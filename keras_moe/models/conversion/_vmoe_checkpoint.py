@@ -134,7 +134,6 @@ def _leaves(tree, parent):
 
 
 def _bounds(packed):
-    """Returns (start, stop) per axis of a packed slice."""
     unpackb = _msgpack().unpackb
     return [tuple(unpackb(part)[:2]) for part in unpackb(packed)]
 

@@ -111,7 +111,6 @@ class _ImageSizes(NamedTuple):
 
     @classmethod
     def of(cls, config: dict) -> "_ImageSizes | None":
-        """Reads the sizes from a backbone's arguments; None without images."""
         prefix = ""
         if isinstance(config.get("image"), dict):
             prefix, config = "image/", config["image"]

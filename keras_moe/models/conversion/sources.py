@@ -138,7 +138,6 @@ def open_source(
 
 
 def _gpt2_tokenizer(folder, spec):
-    """Returns the tokenizer in a folder of GPT-2, or None with a note."""
     if all(check_file_exists(folder, name) for name in GPT2_FILES):
         files = [get_file(folder, name) for name in GPT2_FILES]
         return TextTokenizer.gpt2(*files, max_length=spec.arguments["max_length"])
@@ -147,7 +146,6 @@ def _gpt2_tokenizer(folder, spec):
 
 
 def _clip_tokenizer(folder, spec, config):
-    """Returns the tokenizer in a CLIP's folder or repository, or None."""
     text, openclip = spec.arguments["text"], config.get("model_cfg", config)
     # Texts of SigLIP are not causal; some of OpenCLIP's have another tokenizer.
     if "hf_tokenizer_name" in openclip.get("text_cfg", {}):
