@@ -228,7 +228,7 @@ def test_a_killed_process_does_not_keep_its_lock(lock, holder):
 WRITERS = {
     "_files.py": "this is how files are written, and locks",
     "analysis/plots/_figure.py": "matplotlib draws to memory",
-    "cli/_comparison.py": "a temporary folder for another process",
+    "cli/convert.py": "a temporary folder for another process",
     "cli/main.py": "a log is appended to",
     "_backends/timm_outputs.py": "a temporary folder for another process",
     "data/_files.py": "arrays go into a file of `_files.new_file`",
@@ -268,7 +268,7 @@ def writes_by_itself(source: str) -> bool:
 # Files of the package that open files otherwise, and why.
 READERS = {
     "__init__.py": "Keras's own config, before Keras may be imported",
-    "cli/_comparison.py": "a temporary folder of its own",
+    "cli/convert.py": "a temporary folder of its own",
     "cli/main.py": "its own log",
     "_backends/timm_outputs.py": "a temporary folder of its own",
     "data/_emoji_names.py": "a file of the package",

@@ -10,8 +10,13 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# What takes options: a parser or a group of its options.
+Options: TypeAlias = argparse._ActionsContainer
 # The value of `--json` without a file.
 STDOUT = "-"
 # What a command prints at Ctrl-C if the same command resumes its work.
@@ -35,8 +40,7 @@ class Result(NamedTuple):
     values: Any
     shown: tuple = ()
 
-    def show(self, console: Any) -> None:
-        """Prints what people see."""
+    def show(self, console: "Console") -> None:
         for thing in self.shown:
             if callable(thing):
                 thing(console)
@@ -69,13 +73,13 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         default = action.default
         if default in (None, False, argparse.SUPPRESS, []):
-            return action.help
+            return action.help or ""
         if isinstance(default, (list, tuple)):
             default = " ".join(map(str, default))
         return f"{action.help} Default: {default}."
 
 
-def add_command(commands: Any, module: ModuleType) -> None:
+def add_command(commands: argparse._SubParsersAction, module: ModuleType) -> None:
     """Adds the sub-command of a module, called like the module.
 
     The module's docstring is the help. The module has `EXAMPLES`,
@@ -83,11 +87,12 @@ def add_command(commands: Any, module: ModuleType) -> None:
     a second run resumes the first, `INTERRUPTED = RESUMES`.
     """
     name = module.__name__.rpartition(".")[2].replace("_", "-")
-    line = module.__doc__.partition("\n")[0].removesuffix(".")
+    text = module.__doc__ or ""
+    line = text.partition("\n")[0].removesuffix(".")
     parser = commands.add_parser(
         name,
         help=line[0].lower() + line[1:],
-        description=module.__doc__.strip(),
+        description=text.strip(),
         examples=module.EXAMPLES,
     )
     module.add_arguments(parser)
@@ -113,11 +118,8 @@ def add_command(commands: Any, module: ModuleType) -> None:
         help="Print the results as JSON instead of tables; or, with a file name, write "
         "them to that file and print the tables.",
     )
-    group.add_argument(
-        "--traceback",
-        action="store_true",
-        help="Show the traceback of an error, as KERAS_MOE_TRACEBACK=1 does.",
-    )
+    what = "Show the traceback of an error, as KERAS_MOE_TRACEBACK=1 does."
+    add_flag(group, "--traceback", what)
 
 
 def command_line(args: argparse.Namespace) -> str | None:
@@ -126,13 +128,13 @@ def command_line(args: argparse.Namespace) -> str | None:
     return None if argv is None else shlex.join(["keras-moe", *map(str, argv)])
 
 
-def add_preset(parser: Any, name: str = "preset", **kwargs: Any) -> None:
+def add_preset(parser: Options, name: str = "preset", **kwargs: Any) -> None:
     """Adds the model, as a positional argument or as an option."""
     what = "The model: a preset's name, a folder, an hf:// handle or published weights."
     parser.add_argument(name, **{"metavar": "PRESET", "help": what, **kwargs})
 
 
-def add_data(parser: Any, more: str = "", **kwargs: Any) -> None:
+def add_data(parser: Options, more: str = "", **kwargs: Any) -> None:
     """Adds `--data` and `--data-dir`, as `keras_moe.data.load` takes them."""
     what = (
         "The data: digits, emoji, fashion_mnist, tfds:NAME, tfrecord:GLOB or "
@@ -145,7 +147,7 @@ def add_data(parser: Any, more: str = "", **kwargs: Any) -> None:
 
 
 def add_overrides(
-    parser: Any,
+    parser: Options,
     option: str = "--set",
     what: str = "arguments of the model, as in from_preset",
     example: str = "num_experts=8 image_shape=[384,384,3]",
@@ -162,14 +164,17 @@ def add_overrides(
     )
 
 
-def add_data_options(parser: Any) -> None:
-    """Adds `--data-options`."""
+def add_flag(parser: Options, name: str, what: str) -> None:
+    parser.add_argument(name, action="store_true", help=what)
+
+
+def add_data_options(parser: Options) -> None:
     what = "options of load_pairs"
     add_overrides(parser, "--data-options", what, "templates=imagenet")
 
 
 def add_count(
-    parser: Any,
+    parser: Options,
     name: str,
     help: str,
     default: int | list[int] | None = None,
@@ -181,19 +186,17 @@ def add_count(
     parser.add_argument(name, help=help, default=default, **kwargs)
 
 
-def add_batch_size(parser: Any) -> None:
-    """Adds the `--batch-size` of an evaluation."""
+def add_batch_size(parser: Options) -> None:
     add_count(parser, "--batch-size", "The number of examples in a batch.", 64)
 
 
-def add_shots(parser: Any, default: list[int] | None) -> None:
-    """Adds `--shots`."""
+def add_shots(parser: Options, default: list[int] | None) -> None:
     what = "Training examples of each class for few-shot accuracy."
     add_count(parser, "--shots", what, default, nargs="+")
 
 
 def add_run(
-    parser: Any,
+    parser: Options,
     epochs: int | None,
     batch_size: int | None,
     learning_rate: float | None,
@@ -211,15 +214,13 @@ def add_run(
     add_output(parser, "The folder of the results.", Path("runs") / folder)
 
 
-def add_output(parser: Any, what: str, default: Path | None = None) -> None:
-    """Adds the `--output` folder."""
+def add_output(parser: Options, what: str, default: Path | None = None) -> None:
     parser.add_argument(
         "--output", type=Path, default=default, metavar="FOLDER", help=what
     )
 
 
-def add_target(parser: Any) -> None:
-    """Adds the folder of a new preset."""
+def add_target(parser: Options) -> None:
     what = "The folder of the new preset; an older preset there is replaced."
     parser.add_argument("output", type=Path, metavar="FOLDER", help=what)
 
@@ -238,8 +239,7 @@ def check_target(source: str, output: Path) -> None:
     check_replaceable(target, "preset", is_preset)
 
 
-def add_layout(parser: Any) -> None:
-    """Adds the arguments by which a model is split over devices."""
+def add_layout(parser: Options) -> None:
     parser.add_argument(
         "--expert-parallel",
         type=integer_or("batch"),
@@ -281,7 +281,6 @@ def override(text: str) -> tuple[str, Any]:
 
 
 def json_or_string(text: str) -> Any:
-    """The type of arguments that are JSON values, or else strings."""
     return override(f"VALUE={text}")[1]
 
 
@@ -299,7 +298,6 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """The type of arguments that are finite numbers above 0."""
     if not 0 < float(text) < math.inf:
         raise argparse.ArgumentTypeError(
             f"Expected a finite number above 0; received: {text}"

@@ -1,7 +1,7 @@
 """The devices and processes on which a command trains or evaluates."""
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras_moe
 from keras_moe.cli._arguments import (
@@ -11,6 +11,9 @@ from keras_moe.cli._arguments import (
     integer_or,
     model_overrides,
 )
+
+if TYPE_CHECKING:
+    import keras
 
 # Arguments of `distribution.auto`, and what sets them.
 OWN = {
@@ -34,7 +37,6 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments by which a process joins others."""
     group = parser.add_argument_group("several processes, with --devices")
     group.add_argument(
         "--coordinator", metavar="HOST:PORT", help="The address of the first process."
@@ -59,7 +61,7 @@ def start_processes(args: argparse.Namespace) -> None:
 
 def set_devices(
     args: argparse.Namespace, preset: str, batch_size: int, overrides: dict[str, Any]
-) -> Any:
+) -> "keras.distribution.DataParallel | keras.distribution.ModelParallel | None":
     """Sets the distribution of a model to be made, if --devices asks for one."""
     import keras
 

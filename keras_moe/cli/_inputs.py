@@ -4,10 +4,13 @@ import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras_moe
 from keras_moe.cli._arguments import FIRST, model_overrides
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # Options of `load_pairs` that an evaluation may set: it reads all captions, in order.
 PAIR_OPTIONS = ("templates", "unreadable", "exclude")
@@ -23,7 +26,6 @@ class Model(NamedTuple):
     recipe: dict[str, Any]
 
     def load(self) -> Any:
-        """The model with its weights."""
         task = {"task": "contrastive"} if self.embeds_pairs else {}
         if self.writes_texts:
             task = {"task": "causal_lm"}
@@ -46,12 +48,12 @@ class Examples(NamedTuple):
     options: dict[str, Any]
 
     def has_several_labels(self, split: str | None = None) -> bool:
-        """Whether an image of a split may have several labels."""
         from keras_moe.data.sources import open_source
 
         split = split or self.split
         classes = open_source(self.source, split, self.data_dir).classes
-        return classes.max_labels is not None or self.hierarchy is not None
+        has_several = classes is not None and classes.max_labels is not None
+        return has_several or self.hierarchy is not None
 
     def images(self, split: str, image_shape: tuple, batch_size: int) -> Any:
         """The batches of a split in order: labels are integers, or 0-1 vectors."""
@@ -86,11 +88,9 @@ class Examples(NamedTuple):
         )
 
     def texts(self) -> list[str]:
-        """The documents of the split."""
         return list(keras_moe.data.load_texts(self.source, self.split, self.data_dir))
 
     def class_names(self) -> tuple[str, ...] | None:
-        """The names of the classes in the order of the labels, if they have names."""
         if self.hierarchy is not None:
             from keras_moe.data.labels import as_hierarchy
 
@@ -98,7 +98,6 @@ class Examples(NamedTuple):
         return keras_moe.data.class_names(self.source, self.data_dir)
 
     def num_classes(self) -> int:
-        """The number of classes."""
         names = self.class_names()
         if names is not None:
             return len(names)
@@ -106,7 +105,6 @@ class Examples(NamedTuple):
 
 
 def find_model(args: argparse.Namespace) -> Model:
-    """The model that is asked for."""
     from keras_moe.models import DecoderBackbone
     from keras_moe.models.backbones._pairs import PairBackbone
 
@@ -149,7 +147,6 @@ def find_run(preset: str) -> tuple[str, dict]:
 def find_examples(
     args: argparse.Namespace, recipe: dict, options: Sequence[str] = PAIR_OPTIONS
 ) -> Examples:
-    """The data that is asked for, or that of the run."""
     from keras_moe._checks import check_argument_names
 
     if args.data is None and not recipe:
@@ -169,13 +166,13 @@ def find_examples(
     asked_for = dict(args.data_options)
     check_argument_names(asked_for, list(options), "--data-options")
     own = ("templates", "unreadable")
-    options = {k: recipe[k] for k in own if recipe.get(k) is not None} | asked_for
+    chosen = {k: recipe[k] for k in own if recipe.get(k) is not None} | asked_for
     excluded = {}
     if recipe.get("exclude"):
         excluded[recipe.get("train_split", "train")] = recipe["exclude"]
-    if "exclude" in options:
-        excluded[split] = options.pop("exclude")
-    keras_moe.data.PairOptions(**options)
+    if "exclude" in chosen:
+        excluded[split] = chosen.pop("exclude")
+    keras_moe.data.PairOptions(**chosen)
     return Examples(
         source,
         split,
@@ -184,11 +181,11 @@ def find_examples(
         getattr(args, "hierarchy", None) or recipe.get("hierarchy"),
         recipe.get("max_labels"),
         excluded,
-        options,
+        chosen,
     )
 
 
-def with_bar(console: Any) -> Callable[[Iterable, str], Iterable]:
+def with_bar(console: "Console") -> Callable[[Iterable, str], Iterable]:
     """A function that adds a progress bar to the batches of a split."""
     from rich.progress import track
 

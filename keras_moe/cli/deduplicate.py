@@ -6,10 +6,13 @@ which keras_moe.data.load(exclude=...) reads.
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras_moe
 from keras_moe.cli._arguments import Result, add_count, add_data
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EXAMPLES = """\
 keras-moe deduplicate --data folder:photos --split train --against test
@@ -40,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, console: Any) -> Result:
+def run(args: argparse.Namespace, console: "Console") -> Result:
     from rich.progress import Progress
 
     from keras_moe._checks import check_integer

@@ -4,7 +4,7 @@ Nothing is allocated: the largest preset takes no longer than the smallest.
 """
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras_moe
 from keras_moe.cli._arguments import (
@@ -15,6 +15,9 @@ from keras_moe.cli._arguments import (
     add_preset,
     model_overrides,
 )
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EXAMPLES = """\
 keras-moe describe vmoe_b32
@@ -37,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, console: Any) -> Result:
+def run(args: argparse.Namespace, console: "Console") -> Result:
     overrides = model_overrides(args.set, OWN)
     if (args.list is not None) == bool(args.preset or overrides):
         raise ValueError(

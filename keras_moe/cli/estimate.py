@@ -12,19 +12,27 @@ cuda-plan), and no device.
 import argparse
 import contextlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras_moe
 from keras_moe.cli._arguments import (
     FIRST,
     Result,
     add_count,
+    add_flag,
     add_layout,
     add_overrides,
     add_preset,
     model_overrides,
     positive,
 )
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from keras_moe.distribution.costs import Costs
+    from keras_moe.training import Recipe
 
 EXAMPLES = """\
 keras-moe estimate vmoe_h14 --chip tpu_v4 --devices 256 --batch-size 4096
@@ -113,11 +121,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=COMPILER["step"],
         help="The step to compile: train, predict, or generate (language models).",
     )
-    group.add_argument(
-        "--fit",
-        action="store_true",
-        help="If the step does not fit, rematerialise, and then halve the batch.",
-    )
+    fit = "If the step does not fit, rematerialise, and then halve the batch."
+    add_flag(group, "--fit", fit)
     group.add_argument(
         "--figure",
         type=_picture,
@@ -135,7 +140,7 @@ def _picture(text: str) -> Path:
     return Path(text)
 
 
-def run(args: argparse.Namespace, console: Any) -> Result:
+def run(args: argparse.Namespace, console: "Console") -> Result:
     compiles = args.compile is not None
     for name, default in (ARITHMETIC if compiles else COMPILER).items():
         if (value := getattr(args, name)) != default:
@@ -168,7 +173,7 @@ def run(args: argparse.Namespace, console: Any) -> Result:
     )
 
 
-def take_recipe(args: argparse.Namespace) -> Any:
+def take_recipe(args: argparse.Namespace) -> "Recipe":
     """Sets the arguments that a recipe has, and returns it."""
     overrides = {
         f"model.{name}": value for name, value in model_overrides(args.set, OWN).items()
@@ -198,8 +203,9 @@ def take_recipe(args: argparse.Namespace) -> Any:
     return recipe
 
 
-def compiled(args: argparse.Namespace, recipe: Any, console: Any) -> Result:
-    """The costs that the compiler finds."""
+def compiled(
+    args: argparse.Namespace, recipe: "Recipe | None", console: "Console"
+) -> Result:
     if args.figure is not None:
         args.figure.parent.mkdir(parents=True, exist_ok=True)
     if recipe is None:
@@ -231,7 +237,7 @@ def compiled(args: argparse.Namespace, recipe: Any, console: Any) -> Result:
     return Result(values, (found.print,))
 
 
-def costs(args: argparse.Namespace, expert_parallel: int | str) -> Any:
+def costs(args: argparse.Namespace, expert_parallel: int | str) -> "Costs":
     return keras_moe.distribution.costs(
         args.preset,
         args.devices,
@@ -248,8 +254,7 @@ def costs(args: argparse.Namespace, expert_parallel: int | str) -> Any:
     )
 
 
-def layouts(args: argparse.Namespace) -> dict[int, Any]:
-    """The costs for each number of devices over which experts can be split."""
+def layouts(args: argparse.Namespace) -> "dict[int, Costs]":
     compared = {1: costs(args, 1)}
     devices = args.devices // args.model_parallel
     for ways in range(2, devices + 1):
@@ -261,8 +266,7 @@ def layouts(args: argparse.Namespace) -> dict[int, Any]:
     return compared
 
 
-def comparison(args: argparse.Namespace, compared: dict[int, Any]) -> Any:
-    """A table with a row for each layout."""
+def comparison(args: argparse.Namespace, compared: "dict[int, Costs]") -> "Table":
     from rich.table import Table
 
     title = f"{args.preset} on {args.devices} x {args.chip}"
@@ -281,8 +285,7 @@ def comparison(args: argparse.Namespace, compared: dict[int, Any]) -> Any:
     return table
 
 
-def as_json(each: Any) -> dict:
-    """The costs, and what follows from them."""
+def as_json(each: "Costs") -> dict:
     return {
         **each._asdict(),
         "chip": each.chip._asdict(),

@@ -10,7 +10,7 @@ import argparse
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras_moe
 from keras_moe.cli._arguments import (
@@ -26,6 +26,16 @@ from keras_moe.cli._arguments import (
 from keras_moe.cli._devices import add_devices, set_devices
 from keras_moe.cli._inputs import Examples, Model, find_examples, find_model, with_bar
 
+if TYPE_CHECKING:
+    import numpy as np
+    from rich.console import Console
+    from rich.table import Table
+
+    from keras_moe._types import KerasModel, Tensor
+    from keras_moe.evaluation.image_text import PairEmbeddings
+    from keras_moe.evaluation.zero_shot import ClassSubset
+    from keras_moe.models import CausalLM, ContrastiveModel, ImageClassifier, MoETask
+
 EXAMPLES = """\
 keras-moe evaluate runs/mumoe_digits
 keras-moe evaluate runs/mumoe_digits/preset --data folder:photos --json
@@ -40,6 +50,8 @@ OF_HEADS = ("accuracy", "average_precision")
 OF_CAPTIONS = ("retrieval", "contrastive_accuracy")
 OF_CLASSES = ("zero_shot", "few_shot")
 OF_TEXTS = ("perplexity",)
+# Images that contrastive accuracy compares with each other.
+CONTRASTIVE_BATCH = 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +95,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of image-text models."""
     pairs = parser.add_argument_group("image-text models")
     pairs.add_argument(
         "--templates",
@@ -96,15 +107,10 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
         help="The names of the classes in the order of the labels, or imagenet; by "
         "default those of the data.",
     )
-    batch = (
-        "The number of images that contrastive_accuracy compares with each other, or "
-        "all if the data has fewer."
-    )
-    add_count(pairs, "--contrastive-batch", batch, 1024)
     add_data_options(pairs)
 
 
-def run(args: argparse.Namespace, console: Any) -> Result:
+def run(args: argparse.Namespace, console: "Console") -> Result:
     import keras
 
     chosen = find_model(args)
@@ -171,8 +177,9 @@ def chosen_metrics(
 # Language models
 
 
-def evaluate_texts(model: Any, examples: Examples, args: argparse.Namespace) -> dict:
-    """The perplexity of a language model, as JSON."""
+def evaluate_texts(
+    model: "CausalLM", examples: Examples, args: argparse.Namespace
+) -> dict:
     chosen_metrics(args, OF_TEXTS, OF_TEXTS)
     rows = model.training_inputs(examples.texts())
     model.compile()
@@ -187,14 +194,18 @@ def evaluate_texts(model: Any, examples: Examples, args: argparse.Namespace) -> 
 
 
 def evaluate_classifier(
-    model: Any, examples: Examples, args: argparse.Namespace, shown: Callable
+    model: "ImageClassifier",
+    examples: Examples,
+    args: argparse.Namespace,
+    shown: Callable,
 ) -> dict:
-    """The figures of a classifier by metric, as JSON."""
     import keras
 
     metrics = classifier_metrics(args, model, examples)
     has_scores = bool({*metrics} & {*OF_HEADS})
-    outputs = {"features": pooled_features(model)} if "few_shot" in metrics else {}
+    outputs: dict[str, Any] = {}
+    if "few_shot" in metrics:
+        outputs["features"] = pooled_features(model)
     if has_scores:
         outputs["logits"] = model.output
         # Before the images are read: the classes may not fit.
@@ -204,15 +215,15 @@ def evaluate_classifier(
             columns = subset_outputs(model, subset)
         else:
             indices = model_classes(model, examples)
-    shape = getattr(model, "backbone", model).image_shape
+    backbone: Any = getattr(model, "backbone", model)
 
     def predict_split(names, split):
         inference = keras.Model(model.input, {name: outputs[name] for name in names})
-        batches = examples.images(split, shape, args.batch_size)
+        batches = examples.images(split, backbone.image_shape, args.batch_size)
         return predict(inference, shown(batches, split), args.batch_size)
 
     outcome, labels = predict_split(outputs, examples.split)
-    figures = {"images": len(labels)}
+    figures: dict[str, Any] = {"images": len(labels)}
     if has_scores:
         scores = outcome["logits"].astype("float32")
         if args.class_subset:
@@ -229,7 +240,7 @@ def evaluate_classifier(
 
 
 def classifier_metrics(
-    args: argparse.Namespace, model: Any, examples: Examples
+    args: argparse.Namespace, model: "ImageClassifier", examples: Examples
 ) -> tuple[str, ...]:
     """The metrics that are asked for, or all that the labels and the model allow."""
     has_head = hasattr(model, "num_classes")
@@ -241,18 +252,18 @@ def classifier_metrics(
     return chosen_metrics(args, possible, default)
 
 
-def pooled_features(model: Any) -> Any:
+def pooled_features(model: "MoETask") -> "Tensor":
     """The symbolic features (N, D) that a head reads, or would read."""
     features = model.features
     return features["pooled"] if isinstance(features, dict) else features
 
 
-def model_classes(model: Any, examples: Examples) -> Any:
+def model_classes(model: "ImageClassifier", examples: Examples) -> "np.ndarray":
     """Each data class's index in the model: by name if both have names."""
     import numpy as np
 
-    names, count = examples.class_names(), examples.num_classes()
-    index_of = known_classes(model)
+    names: Any = examples.class_names()
+    count, index_of = examples.num_classes(), dict[Any, int](known_classes(model))
     if names is None or not index_of:
         names, index_of = range(count), {c: c for c in range(model.num_classes)}
         fits = count == model.num_classes
@@ -268,15 +279,13 @@ def model_classes(model: Any, examples: Examples) -> Any:
     return np.array([index_of[name] for name in names])
 
 
-def known_classes(model: Any) -> dict[str, int]:
-    """The index of each class that a model knows by name."""
+def known_classes(model: "ImageClassifier") -> dict[str, int]:
     preprocessor = getattr(model, "preprocessor", None)
     names = getattr(preprocessor, "class_names", None) or ()
     return {name: index for index, name in enumerate(names)}
 
 
-def subset_outputs(model: Any, subset: Any) -> list[int]:
-    """The outputs of a model for the classes of a subset."""
+def subset_outputs(model: "ImageClassifier", subset: "ClassSubset") -> list[int]:
     index_of = known_classes(model)
     if index_of.keys() >= {*subset.wordnet_ids}:
         return [index_of[name] for name in subset.wordnet_ids]
@@ -288,7 +297,9 @@ def subset_outputs(model: Any, subset: Any) -> list[int]:
     return subset.numbers.tolist()
 
 
-def as_model_labels(labels: Any, indices: Any, num_classes: int) -> Any:
+def as_model_labels(
+    labels: "np.ndarray", indices: "np.ndarray", num_classes: int
+) -> "np.ndarray":
     """Labels of the data, integers (N,) or 0-1 vectors, as labels of the model."""
     import numpy as np
 
@@ -299,8 +310,9 @@ def as_model_labels(labels: Any, indices: Any, num_classes: int) -> Any:
     return vectors
 
 
-def score_figures(scores: Any, labels: Any, metrics: Sequence[str]) -> dict:
-    """The figures that follow from the outputs of a head."""
+def score_figures(
+    scores: "np.ndarray", labels: "np.ndarray", metrics: Sequence[str]
+) -> dict:
     from keras_moe.evaluation.average_precision import mean_of_defined
 
     figures = {}
@@ -327,9 +339,9 @@ class Prompts(NamedTuple):
     """Class names and templates; `indices` maps the data's classes to the `subset`."""
 
     class_names: tuple[str, ...]
-    templates: Any
-    subset: Any = None
-    indices: Any = None
+    templates: tuple
+    subset: "ClassSubset | None" = None
+    indices: "np.ndarray | None" = None
 
 
 def pair_metrics(examples: Examples, args: argparse.Namespace) -> tuple[str, ...]:
@@ -384,14 +396,13 @@ def zero_shot_prompts(examples: Examples, args: argparse.Namespace) -> Prompts:
 
 
 def evaluate_pairs(
-    model: Any,
+    model: "ContrastiveModel",
     examples: Examples,
     metrics: Sequence[str],
     prompts: Prompts | None,
     args: argparse.Namespace,
     shown: Callable,
 ) -> dict:
-    """The figures of an image-text model by metric, as JSON."""
     evaluation = keras_moe.evaluation
     shape, size, figures = model.backbone.image_shape, args.batch_size, {}
     if {*metrics} & {*OF_CAPTIONS}:
@@ -400,7 +411,7 @@ def evaluate_pairs(
         )
         with keras_moe.data.reading_errors():
             pairs = evaluation.encode_pairs(model, shown(batches, examples.split), size)
-        figures = caption_figures(pairs, metrics, args.contrastive_batch)
+        figures = caption_figures(pairs, metrics)
     if not {*metrics} & {*OF_CLASSES}:
         return figures
     encoder = model.backbone.encoder("image")
@@ -424,24 +435,25 @@ def evaluate_pairs(
     return figures
 
 
-def caption_figures(pairs: Any, metrics: Sequence[str], contrastive_batch: int) -> dict:
-    """Retrieval and contrastive accuracy of embedded pairs."""
+def caption_figures(pairs: "PairEmbeddings", metrics: Sequence[str]) -> dict:
     from keras_moe.evaluation.retrieval import KS
 
-    figures = {"images": len(pairs.images), "captions": len(pairs.texts)}
+    sizes = {"images": len(pairs.images), "captions": len(pairs.texts)}
+    figures: dict[str, Any] = {**sizes}
     if "retrieval" in metrics:
         # A set may be smaller than those of the papers.
-        ks = [k for k in KS if k <= min(figures.values())]
+        ks = [k for k in KS if k <= min(sizes.values())]
         figures["retrieval"] = pairs.retrieval(ks).figures()
     if "contrastive_accuracy" in metrics:
-        size = min(contrastive_batch, len(pairs.images))
+        size = min(CONTRASTIVE_BATCH, len(pairs.images))
         own = pairs.contrastive_accuracy(size).figures()
         figures["contrastive_accuracy"] = {**own, "batch_size": size}
     return figures
 
 
-def zero_shot_figures(images: Any, labels: Any, classes: Any, prompts: Prompts) -> dict:
-    """Zero-shot accuracies of embedded images."""
+def zero_shot_figures(
+    images: "np.ndarray", labels: "np.ndarray", classes: "np.ndarray", prompts: Prompts
+) -> dict:
     if prompts.subset is not None:
         labels = prompts.subset.labels(labels, prompts.indices)
     result = keras_moe.evaluation.zero_shot(images, labels, classes)
@@ -457,7 +469,6 @@ def zero_shot_figures(images: Any, labels: Any, classes: Any, prompts: Prompts) 
 
 
 def few_shot_figures(pool: tuple, test: tuple, args: argparse.Namespace) -> dict:
-    """Few-shot accuracies by number of shots."""
     result = keras_moe.evaluation.few_shot(
         *pool, *test, shots=args.shots, seeds=args.seeds
     )
@@ -468,7 +479,9 @@ def few_shot_figures(pool: tuple, test: tuple, args: argparse.Namespace) -> dict
     }
 
 
-def predict(model: Any, batches: Iterable, batch_size: int) -> tuple[Any, Any]:
+def predict(
+    model: "KerasModel", batches: Iterable, batch_size: int
+) -> "tuple[Any, np.ndarray]":
     """Outputs and labels of all images of a split, its last batch filled up."""
     import keras
     import numpy as np
@@ -484,13 +497,11 @@ def predict(model: Any, batches: Iterable, batch_size: int) -> tuple[Any, Any]:
     return whole, np.concatenate(labels)
 
 
-def accuracy(logits: Any, labels: Any) -> float:
-    """The share of images whose largest logit is that of their class."""
+def accuracy(logits: "np.ndarray", labels: "np.ndarray") -> float:
     return float((logits.argmax(axis=-1) == labels).mean())
 
 
-def figures_table(values: dict) -> Any:
-    """A table with a row for each figure."""
+def figures_table(values: dict) -> "Table":
     from rich.table import Table
 
     unit = next(unit for unit in ("images", "tokens") if unit in values)

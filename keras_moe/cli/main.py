@@ -15,7 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from keras_moe import choose_backend, import_keras
 from keras_moe._version import __version__
@@ -31,6 +31,9 @@ from keras_moe.cli import (
     upcycle,
 )
 from keras_moe.cli._arguments import STDOUT, Parser, add_command
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 COMMANDS = (
     quickstart,
@@ -52,7 +55,6 @@ WIDTH = 160
 
 
 def make_parser() -> Parser:
-    """The parser of the whole command line."""
     parser = Parser(
         prog="keras-moe",
         description="Vision mixtures of experts for Keras 3. KERAS_BACKEND selects "
@@ -75,7 +77,6 @@ def make_parser() -> Parser:
 def main(
     argv: list[str] | None = None, make_parser: Callable[[], Parser] = make_parser
 ) -> int:
-    """Runs a command, and returns the exit status."""
     wants_traceback = os.environ.get("KERAS_MOE_TRACEBACK", "0") not in ("", "0")
     interrupted, log = "Interrupted.", None
     try:
@@ -116,7 +117,6 @@ def main(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs the parsed command, and prints its result."""
     if args.json not in (None, STDOUT):
         # A folder that cannot be made is no reason to lose a result.
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ def import_own(modules: list[str]) -> None:
             ) from error
 
 
-def new_console() -> Any:
+def new_console() -> "Console":
     """A console of `rich` that lets the program end when the reader of stdout left."""
     from rich.console import Console
 

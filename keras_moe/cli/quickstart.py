@@ -10,10 +10,17 @@ import argparse
 import shlex
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras_moe
 from keras_moe.cli._arguments import Result, add_count, add_run, verbosity
+
+if TYPE_CHECKING:
+    import numpy as np
+    from rich.console import Console
+
+    from keras_moe.analysis.routing import RoutingStatistics
+    from keras_moe.models import ImageClassifier
 
 EXAMPLES = """\
 keras-moe quickstart
@@ -26,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser, 50, 32, 2e-3, "quickstart")
 
 
-def run(args: argparse.Namespace, console: Any) -> Result:
+def run(args: argparse.Namespace, console: "Console") -> Result:
     import keras
 
     begin = time.perf_counter()
@@ -79,7 +86,6 @@ def run(args: argparse.Namespace, console: Any) -> Result:
 
 
 def next_steps(folder: Path) -> dict[str, str]:
-    """Commands to go on with, and what each of them does."""
     preset = shlex.quote(str(folder))
     return {
         f"keras-moe evaluate {preset} --data digits": (
@@ -97,7 +103,6 @@ def next_steps(folder: Path) -> dict[str, str]:
 
 
 def train(model: Any, args: argparse.Namespace) -> None:
-    """Trains with `fit` on shifted and turned digits."""
     batches = keras_moe.data.load(
         "digits",
         "train",
@@ -112,22 +117,22 @@ def train(model: Any, args: argparse.Namespace) -> None:
     model.fit(batches, epochs=args.epochs, shuffle=False, verbose=verbosity())
 
 
-def compile_with_cosine(model: Any, steps: int, learning_rate: float) -> None:
+def compile_with_cosine(
+    model: "ImageClassifier", steps: int, learning_rate: float
+) -> None:
     """Compiles a model with AdamW, 10% warm-up and cosine decay."""
     import keras
 
     schedule = keras.optimizers.schedules.CosineDecay(
         0.0, steps, warmup_target=learning_rate, warmup_steps=steps // 10
     )
-    model.compile(
-        optimizer=keras.optimizers.AdamW(
-            schedule, weight_decay=0.05, global_clipnorm=1.0
-        )
-    )
+    # Keras annotates a number only.
+    rate: Any = schedule
+    optimizer = keras.optimizers.AdamW(rate, weight_decay=0.05, global_clipnorm=1.0)
+    model.compile(optimizer=optimizer)
 
 
 def shifts_and_turns() -> list:
-    """The augmentation of digits: small shifts and turns."""
     from keras import layers
 
     return [
@@ -136,8 +141,7 @@ def shifts_and_turns() -> list:
     ]
 
 
-def save_and_load(model: Any, folder: Path, images: Any) -> None:
-    """Saves the model as a preset, and loads it again."""
+def save_and_load(model: "ImageClassifier", folder: Path, images: "np.ndarray") -> None:
     import numpy as np
 
     model.save_to_preset(folder)
@@ -150,7 +154,9 @@ def save_and_load(model: Any, folder: Path, images: Any) -> None:
         )
 
 
-def routing_statistics(folder: Path, images: Any) -> dict[str, Any]:
+def routing_statistics(
+    folder: Path, images: "np.ndarray"
+) -> "dict[str, RoutingStatistics]":
     """Statistics of each MoE block at the training capacity, which drops tokens."""
     limited = keras_moe.models.from_preset(
         str(folder), task="backbone", evaluation="official"
@@ -162,8 +168,7 @@ def routing_statistics(folder: Path, images: Any) -> dict[str, Any]:
     }
 
 
-def draw(model: Any, images: Any, picture: Path) -> None:
-    """Draws what each expert of the last MoE block looks at."""
+def draw(model: Any, images: "np.ndarray", picture: Path) -> None:
     from keras_moe.analysis import plots
 
     routing = predict_routing(model.backbone, images)
@@ -177,8 +182,8 @@ def draw(model: Any, images: Any, picture: Path) -> None:
     )
 
 
-def predict_routing(backbone: Any, images: Any) -> dict:
-    """The routing record of each MoE block for the images."""
+def predict_routing(backbone: Any, images: "np.ndarray") -> dict:
     import keras
 
-    return keras.Model(backbone.input, backbone.routing).predict(images, verbose=0)
+    reader: Any = keras.Model(backbone.input, backbone.routing)
+    return reader.predict(images, verbose=0)

@@ -7,7 +7,7 @@ folder of a run says which data it was tested on; other presets need --data.
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras_moe
 from keras_moe.cli._arguments import (
@@ -24,11 +24,18 @@ from keras_moe.cli._arguments import (
 from keras_moe.cli._devices import add_devices, set_devices
 from keras_moe.cli._inputs import (
     PAIR_OPTIONS,
+    Examples,
     Model,
     find_examples,
     find_model,
     with_bar,
 )
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from keras_moe.report import Report
 
 EXAMPLES = """\
 keras-moe report vmoe_digits --data digits --show-examples 3 17
@@ -57,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_devices(parser)
 
 
-def run(args: argparse.Namespace, console: Any) -> Result:
+def run(args: argparse.Namespace, console: "Console") -> Result:
     import keras
 
     chosen = find_model(args)
@@ -78,8 +85,8 @@ def run(args: argparse.Namespace, console: Any) -> Result:
 
 
 def write_report(
-    chosen: Model, args: argparse.Namespace, console: Any
-) -> tuple[Any, Any]:
+    chosen: Model, args: argparse.Namespace, console: "Console"
+) -> "tuple[Report, Examples]":
     """Writes the report; returns it and the data."""
     from keras_moe.report import Options
 
@@ -87,7 +94,7 @@ def write_report(
     # Of images with labels, nothing reads captions.
     options = ("captions", *PAIR_OPTIONS) if chosen.embeds_pairs else PAIR_OPTIONS[1:]
     examples = find_examples(args, chosen.recipe, options)
-    shape = getattr(getattr(model, "backbone", model), "image_shape", None)
+    shape: Any = getattr(getattr(model, "backbone", model), "image_shape", None)
     class_names = None
     if chosen.writes_texts:
         rows = model.training_inputs(examples.texts())
@@ -125,8 +132,7 @@ def write_report(
     return written, examples
 
 
-def findings_table(values: dict) -> Any:
-    """A table of the findings."""
+def findings_table(values: dict) -> "Table":
     from rich.table import Table
     from rich.text import Text
 

@@ -17,7 +17,7 @@ import json
 import secrets
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras_moe
 from keras_moe.cli._arguments import (
@@ -25,6 +25,7 @@ from keras_moe.cli._arguments import (
     Result,
     add_count,
     add_data,
+    add_flag,
     add_output,
     add_overrides,
     add_preset,
@@ -38,6 +39,17 @@ from keras_moe.cli._devices import (
     set_devices,
     start_processes,
 )
+
+if TYPE_CHECKING:
+    import keras
+    from rich.console import Console
+    from rich.table import Table
+
+    from keras_moe.models import ModelCard, MoETask
+    from keras_moe.report import Report
+    from keras_moe.training import Recipe
+    from keras_moe.training.data_sections import Datasets
+    from keras_moe.training.run import Training
 
 EXAMPLES = """\
 keras-moe train --list
@@ -60,9 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RECIPE",
         help="The recipe: a name, or a TOML or JSON file.",
     )
-    parser.add_argument(
-        "--list", action="store_true", help="List the recipes that ship with keras_moe."
-    )
+    add_flag(parser, "--list", "List the recipes that ship with keras_moe.")
     add_preset(
         parser,
         "--preset",
@@ -82,7 +92,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_checkpoints(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of checkpoints."""
     group = parser.add_argument_group("checkpoints")
     every = "The number of steps between checkpoints; by default those of an epoch."
     add_count(group, "--checkpoint-every", every)
@@ -90,17 +99,13 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
     add_count(group, "--keep-checkpoints", newest, 3)
     kept = "Also keep the checkpoints at multiples of N steps, for branches and soups."
     add_count(group, "--keep-every", kept)
-    group.add_argument(
-        "--restart",
-        action="store_true",
-        help="Delete the checkpoints of an earlier run, and begin anew.",
+    restart = "Delete the checkpoints of an earlier run, and begin anew."
+    add_flag(group, "--restart", restart)
+    extend = (
+        "Continue a finished run for the longer schedule of --recipe-set; "
+        "schedule.schedule_steps=N leaves its learning rates as they were."
     )
-    group.add_argument(
-        "--extend",
-        action="store_true",
-        help="Continue a finished run for the longer schedule of --recipe-set; "
-        "schedule.schedule_steps=N leaves its learning rates as they were.",
-    )
+    add_flag(group, "--extend", extend)
     group.add_argument(
         "--branch-from",
         type=Path,
@@ -112,7 +117,6 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
 
 
 def add_looks(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of evaluations during training."""
     group = parser.add_argument_group("evaluation during training")
     group.add_argument(
         "--wandb",
@@ -139,7 +143,7 @@ def add_looks(parser: argparse.ArgumentParser) -> None:
     add_count(group, "--report-examples", report, 0, 0)
 
 
-def run(args: argparse.Namespace, console: Any) -> Result | None:
+def run(args: argparse.Namespace, console: "Console") -> Result | None:
     from keras_moe._files import write_json
 
     begin = time.perf_counter()
@@ -193,7 +197,6 @@ def run(args: argparse.Namespace, console: Any) -> Result | None:
 
 
 def listed() -> Result:
-    """A row for each recipe."""
     from rich.table import Table
 
     recipes = keras_moe.training.list_recipes()
@@ -223,8 +226,7 @@ def check_options(args: argparse.Namespace) -> None:
         import_jinja2()
 
 
-def load_recipe(args: argparse.Namespace) -> Any:
-    """The recipe, with what the command line overrides."""
+def load_recipe(args: argparse.Namespace) -> "Recipe":
     overrides = dict(args.recipe_set)
     overrides |= {f"model.{name}": value for name, value in args.set}
     if args.data is not None:
@@ -235,7 +237,7 @@ def load_recipe(args: argparse.Namespace) -> Any:
     return keras_moe.training.load_recipe(args.recipe).replace(**overrides)
 
 
-def branch(args: argparse.Namespace, recipe: Any) -> Any:
+def branch(args: argparse.Namespace, recipe: "Recipe") -> "Recipe":
     """The recipe of a cooldown, if --cooldown asks for one."""
     if args.cooldown is None:
         return recipe
@@ -251,8 +253,8 @@ def branch(args: argparse.Namespace, recipe: Any) -> Any:
 
 
 def fit(
-    args: argparse.Namespace, recipe: Any, folder: Path, console: Any
-) -> tuple[Any, Any]:
+    args: argparse.Namespace, recipe: "Recipe", folder: Path, console: "Console"
+) -> "tuple[Training, Any]":
     """Trains on the devices that are asked for; also returns the test batches."""
     import keras
 
@@ -300,9 +302,12 @@ def fit(
 
 
 def evaluations(
-    args: argparse.Namespace, recipe: Any, folder: Path, model: Any, datasets: Any
+    args: argparse.Namespace,
+    recipe: "Recipe",
+    folder: Path,
+    model: "MoETask",
+    datasets: "Datasets",
 ) -> list:
-    """Callbacks that evaluate the model at regular intervals."""
     import keras
 
     from keras_moe._processes import gathered_batch
@@ -336,7 +341,9 @@ def evaluations(
     return callbacks
 
 
-def wandb_log(project: str, recipe: Any, folder: Path, restart: bool) -> Any:
+def wandb_log(
+    project: str, recipe: "Recipe", folder: Path, restart: bool
+) -> "keras.callbacks.Callback":
     """Starts or resumes a run of Weights & Biases; returns its callback for Keras."""
     from keras_moe._files import read_text, write_text
 
@@ -363,7 +370,9 @@ def import_wandb() -> Any:
     return wandb
 
 
-def new_few_shot(args: argparse.Namespace, recipe: Any, model: Any) -> Any:
+def new_few_shot(
+    args: argparse.Namespace, recipe: "Recipe", model: "MoETask"
+) -> object:
     """Few-shot accuracy on the recipe's data, or on other data."""
     source, splits = args.few_shot_data, ("train", "test")
     if source is None:
@@ -383,13 +392,16 @@ def new_few_shot(args: argparse.Namespace, recipe: Any, model: Any) -> Any:
     return keras_moe.training.FewShot(*pools, **options)
 
 
-def new_retrieval(args: argparse.Namespace, recipe: Any, model: Any) -> Any:
+def new_retrieval(
+    args: argparse.Namespace, recipe: "Recipe", model: "MoETask"
+) -> object:
     """Recalls of all captions of the pairs that the recipe evaluates on."""
     from keras_moe.data.sources import has_captions
 
-    config = recipe.data
+    config: Any = recipe.data
+    objective: Any = recipe.objective
     source, split, data_dir = config.evaluated_source, config.test_split, args.data_dir
-    of_pairs = isinstance(recipe.objective, keras_moe.training.Contrastive)
+    of_pairs = isinstance(objective, keras_moe.training.Contrastive)
     if not of_pairs or not has_captions(source, split, data_dir):
         raise ValueError(
             "Expected a recipe of pairs with captions of their own with "
@@ -400,7 +412,7 @@ def new_retrieval(args: argparse.Namespace, recipe: Any, model: Any) -> Any:
         source,
         split,
         model.backbone.image_shape,
-        recipe.objective.evaluation_batch_size or config.batch_size,
+        objective.evaluation_batch_size or config.batch_size,
         tokenizer=model.preprocessor,
         shuffle=False,
         data_dir=data_dir,
@@ -411,12 +423,12 @@ def new_retrieval(args: argparse.Namespace, recipe: Any, model: Any) -> Any:
 
 def write_report(
     args: argparse.Namespace,
-    recipe: Any,
-    trained: Any,
+    recipe: "Recipe",
+    trained: "Training",
     test: Any,
     folder: Path,
-    console: Any,
-) -> Any:
+    console: "Console",
+) -> "Report | None":
     """The report on the test data's routing, if asked for; a failure only warns."""
     if not args.report_examples or not getattr(trained.model, "routing", None):
         return None
@@ -442,8 +454,7 @@ def write_report(
         return None
 
 
-def card_of(recipe: Any, trained: Any) -> Any:
-    """The model card of the trained model: its recipe, data and score."""
+def card_of(recipe: "Recipe", trained: "Training") -> "ModelCard":
     score = keras_moe.models.CardResult(
         recipe.objective.monitor.metric.removeprefix("val_"),
         trained.score,
@@ -462,9 +473,12 @@ def card_of(recipe: Any, trained: Any) -> Any:
 
 
 def add_picture(
-    card: Any, pictures: list, recipe: Any, trained: Any, folder: Path
+    card: "ModelCard",
+    pictures: list,
+    recipe: "Recipe",
+    trained: "Training",
+    folder: Path,
 ) -> None:
-    """Puts the report's first picture on the card of a saved preset."""
     from keras_moe.report.writing import FRONT
 
     credit = keras_moe.data.credit(recipe.data.evaluated_source) or ""
@@ -475,7 +489,7 @@ def add_picture(
         card.write(trained.model, folder / "preset", "preset")
 
 
-def results_of(recipe: Any, trained: Any, folder: Path) -> dict:
+def results_of(recipe: "Recipe", trained: "Training", folder: Path) -> dict:
     """The settings and the history of the run, interruptions included."""
     checkpoint = keras_moe.training.find_checkpoint(folder / "checkpoints")
     state = checkpoint.state["callbacks"]
@@ -494,7 +508,6 @@ def results_of(recipe: Any, trained: Any, folder: Path) -> dict:
 
 
 def backend_and_versions() -> dict[str, Any]:
-    """The backend, and the versions of this library, Keras and the backend."""
     import keras
 
     from keras_moe.training.run_checkpoint import versions
@@ -503,7 +516,6 @@ def backend_and_versions() -> dict[str, Any]:
 
 
 def draw(results: dict, title: str, folder: Path) -> None:
-    """Draws the curves, and how the routers did."""
     from keras_moe.analysis import plots
 
     # Figures of callbacks have a slash in their names.
@@ -515,8 +527,7 @@ def draw(results: dict, title: str, folder: Path) -> None:
         )
 
 
-def settings_table(recipe: Any) -> Any:
-    """A table of the recipe's settings."""
+def settings_table(recipe: "Recipe") -> "Table":
     import keras
     from rich.table import Table
 

@@ -6,7 +6,7 @@ also written to upcycling.json in the new preset.
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras_moe
 from keras_moe.cli._arguments import (
@@ -17,6 +17,9 @@ from keras_moe.cli._arguments import (
     check_target,
     json_or_string,
 )
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EXAMPLES = """\
 keras-moe upcycle runs/dense runs/sparse --num-experts 8
@@ -52,12 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="The name of the router, or mumoe.",
     )
     parser.add_argument(
-        "--noise",
-        type=float,
-        default=0.0,
-        help="The noise on the copies of the MLP, relative to its weights.",
-    )
-    parser.add_argument(
         "--settings",
         metavar="NAME",
         help="Published settings, clip_up or moepp; by default those that keep the "
@@ -73,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser, what="arguments of the MoE layers")
 
 
-def run(args: argparse.Namespace, console: Any) -> Result:
+def run(args: argparse.Namespace, console: "Console") -> Result:
     from keras_moe._checks import check_argument_names
     from keras_moe._files import write_json
     from keras_moe.models.saving._preset_folder import staged
@@ -88,7 +85,6 @@ def run(args: argparse.Namespace, console: Any) -> Result:
         num_experts=args.num_experts,
         moe_layers=args.moe_layers,
         router=args.router,
-        noise=args.noise,
         preset=args.settings,
         towers=towers,
         **overrides,

@@ -10,40 +10,23 @@ from safetensors.numpy import save
 from keras_moe._checks import check_one_of
 from keras_moe._files import staged_folder, write_bytes, write_json
 from keras_moe._types import KerasModel
-from keras_moe.models.conversion import (
-    _dinov2,
-    _gpt2,
-    _moepp,
-    _openclip,
-    _transformers,
-)
-from keras_moe.models.conversion._configs import CLIP_IMAGES
+from keras_moe.models.backbones.clip import CLIPBackbone
+from keras_moe.models.backbones.decoder import DecoderBackbone
+from keras_moe.models.backbones.text import TextBackbone
+from keras_moe.models.backbones.vit import ViTBackbone
+from keras_moe.models.conversion import _gpt2, _moepp, _openclip, _transformers
 from keras_moe.models.conversion._rules import Normalization
-from keras_moe.models.conversion._spec import ACTIVATIONS
+from keras_moe.models.conversion._spec import ACTIVATIONS, CLIP_IMAGES
 from keras_moe.models.conversion.published_weights import KERNEL, POSITIONS
 
-
-def _transformers_files(model):
-    if model.is_decoder:
-        return _gpt2.gpt2_files(model)
-    images_only = model.towers.keys() == {"image"}
-    if images_only and model.towers["image"].config["layer_scale_initial_value"]:
-        return _dinov2.dinov2_files(model)
-    return _transformers.transformers_files(model)
-
-
-_FORMATS = {
-    "transformers": (
-        _transformers_files,
-        "model.safetensors",
-        _transformers.CONFIG_NAME,
-    ),
-    "open_clip": (
-        _openclip.openclip_files,
-        "open_clip_model.safetensors",
-        _openclip.CONFIG_NAME,
-    ),
-    "moe_plus_plus": (_moepp.moepp_files, "model.safetensors", _moepp.CONFIG_NAME),
+# What makes the tensors and files of image and text models, and of language models.
+_TOWERS = {
+    "open_clip": _openclip.openclip_files,
+    "transformers": _transformers.transformers_files,
+}
+_LANGUAGE = {
+    "moe_plus_plus": _moepp.moepp_files,
+    "transformers": _gpt2.gpt2_files,
 }
 # Bytes of a file; more are split over several, with an index.
 _SHARD = 5 * 10**9
@@ -97,18 +80,18 @@ def export_weights(model: KerasModel, library: str, folder: str | os.PathLike) -
     >>> type(models.from_preset(folder)).__name__
     'TextBackbone'
     """
-    check_one_of("library", library, tuple(_FORMATS))
-    files_of, weights_name, config_name = _FORMATS[library]
+    check_one_of("library", library, ("transformers", "open_clip", "moe_plus_plus"))
     exported = ExportedModel.of(model)
-    libraries = ("open_clip", "transformers")
-    if exported.is_decoder:
-        libraries = ("moe_plus_plus", "transformers")
-    if library not in libraries:
+    formats = _LANGUAGE if exported.is_decoder else _TOWERS
+    if library not in formats:
         raise ValueError(
-            f"Expected library to be one of {libraries} for {type(model).__name__}; "
-            f"received: library={library!r}"
+            f"Expected library to be one of {tuple(formats)} for "
+            f"{type(model).__name__}; received: library={library!r}"
         )
-    tensors, files = files_of(exported)
+    tensors, files = formats[library](exported)
+    weights_name, config_name = "model.safetensors", _transformers.CONFIG_NAME
+    if library == "open_clip":
+        weights_name, config_name = f"open_clip_{weights_name}", _openclip.CONFIG_NAME
     shards = _shards(tensors, weights_name)
     if len(shards) > 1:
         files[f"{weights_name}.index.json"] = {
@@ -135,7 +118,6 @@ def export_weights(model: KerasModel, library: str, folder: str | os.PathLike) -
 
 
 def _shards(tensors, weights_name):
-    """Splits tensors over files; returns them by the files' names."""
     groups, size = [{}], 0
     for name, value in tensors.items():
         if groups[-1] and size + value.nbytes > _SHARD:
@@ -182,7 +164,6 @@ class ExportedTower(NamedTuple):
                 )
 
     def square(self, name: str, kind: str) -> int:
-        """Returns the side of square images or patches."""
         value = self.config[name]
         height, width = (value, value) if isinstance(value, int) else value[:2]
         if height != width:
@@ -191,15 +172,7 @@ class ExportedTower(NamedTuple):
 
     @property
     def activation(self) -> str:
-        """The activation under transformers' name."""
         return _ACTIVATIONS[self.config["activation"]]
-
-    @property
-    def mlp_ratio(self) -> float:
-        """The ratio such that int(hidden_dim * ratio) is exactly `mlp_dim`."""
-        mlp_dim, dim = self.config["mlp_dim"], self.config["hidden_dim"]
-        ratio = mlp_dim / dim
-        return ratio if int(dim * ratio) == mlp_dim else (mlp_dim + 0.5) / dim
 
     def without_patch_bias(self) -> tuple[dict[str, np.ndarray], Normalization]:
         """Returns the weights without a patch bias, which CLIP does not have.
@@ -245,20 +218,15 @@ class ExportedModel(NamedTuple):
 
     towers: dict[str, ExportedTower]
     logits: dict[str, np.ndarray]
-    preprocessor: object = None
-
-    @property
-    def is_decoder(self) -> bool:
-        """Whether it is a language model."""
-        return "positions" in getattr(self.towers.get("text"), "config", {})
+    preprocessor: Any = None
+    is_decoder: bool = False
 
     @classmethod
     def of(cls, model: KerasModel) -> "ExportedModel":
         """Splits a model into its towers."""
-        backbone = getattr(model, "backbone", model)
-        names = {base.__name__ for base in type(backbone).__mro__}
-        texts = {"TextBackbone", "DecoderBackbone"}
-        if not names & {"CLIPBackbone", "ViTBackbone", *texts}:
+        backbone: Any = getattr(model, "backbone", model)
+        texts = (TextBackbone, DecoderBackbone)
+        if not isinstance(backbone, (CLIPBackbone, ViTBackbone, *texts)):
             raise ValueError(
                 "Expected a CLIPBackbone, a ViTBackbone, a TextBackbone, a "
                 "DecoderBackbone or a task around one; received: "
@@ -266,12 +234,14 @@ class ExportedModel(NamedTuple):
             )
         values, config = _values(model), backbone.get_config()
         preprocessor = getattr(model, "image_preprocessor", None)
-        if "CLIPBackbone" in names:
+        if isinstance(backbone, CLIPBackbone):
             towers = _pair_towers(config, values, preprocessor)
             return cls(towers, _below(values, "logit_scale/"), preprocessor)
-        if names & texts:
+        if isinstance(backbone, texts):
             tokenizer = getattr(model, "preprocessor", None)
-            return cls({"text": ExportedTower(config, values)}, {}, tokenizer)
+            is_decoder = isinstance(backbone, DecoderBackbone)
+            text = ExportedTower(config, values)
+            return cls({"text": text}, {}, tokenizer, is_decoder)
         pooling = size = None
         if model is not backbone:
             head = model.get_config()
@@ -324,7 +294,6 @@ def _pair_towers(config, values, preprocessor):
 
 
 def _images(config, preprocessor):
-    """Returns the image normalisation of a model."""
     parts = ((0.5,), (0.5,))
     if preprocessor is not None:
         parts = preprocessor.mean, preprocessor.std

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from keras_moe import models
-from keras_moe.cli import _comparison
+from keras_moe.cli import convert as command
 from keras_moe.models.saving._preset_folder import is_preset
 from tests import golden
 from tests.published import CHECKPOINTS, hub_clip, hub_randomized, hub_vit, timm_folder
@@ -73,7 +73,7 @@ def test_a_failed_verification_keeps_what_was_there(
         tmp_path / "out"
     )
     before = contents(tmp_path / "out")
-    monkeypatch.setattr(f"keras_moe.cli._comparison.{step}", fail)
+    monkeypatch.setattr(f"keras_moe.cli.convert.{step}", fail)
     for out in ("out", "new"):
         status, _, stderr = convert(CHECKPOINTS / "vit_classic.npz", tmp_path / out)
         assert (status, stderr) == (2, "error: it differs\n")
@@ -132,7 +132,7 @@ def test_timm_gets_the_opened_files_in_its_own_process(tmp_path, fake_timm):
     # timm's own loader would take the pickle where there is no other file.
     (tmp_path / "model" / "pytorch_model.bin").write_bytes(b"a pickle")
     images = np.zeros((1, 32, 32, 3), "float32")
-    outputs = _comparison.timm_outputs(folder, images)
+    outputs = command.timm_outputs(folder, images)
     np.testing.assert_allclose(outputs[0], (0.5 - np.array(mean)) / std, rtol=1e-5)
     call = json.loads((package / "call.json").read_text())
     # Both in one process abort it.
@@ -170,7 +170,7 @@ def test_without_safetensors_timm_is_not_asked(tmp_path):
     timm_folder(tmp_path, "vit_token")
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"no \.safetensors"):
-        _comparison.timm_outputs(str(tmp_path), np.zeros((1, 32, 32, 3)))
+        command.timm_outputs(str(tmp_path), np.zeros((1, 32, 32, 3)))
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_an_architecture_that_is_an_address_is_not_followed(
 ):
     fake_timm(_TIMM)
     folder = timm_folder(tmp_path / "m", "vit_token", architecture=architecture)
-    with pytest.raises(_comparison.Uncompared, match="an architecture of timm"):
-        _comparison.timm_outputs(folder, np.zeros((1, 32, 32, 3)))
+    with pytest.raises(command.Uncompared, match="an architecture of timm"):
+        command.timm_outputs(folder, np.zeros((1, 32, 32, 3)))
 
 
 @pytest.mark.parametrize("case", ["vit_token", "vit_avg", "vit_qk_norm"])

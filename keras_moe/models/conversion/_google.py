@@ -4,6 +4,8 @@ Reads all naming styles: modules of a block counted together (`LayerNorm_0,
 MultiHeadDotProductAttention_1, ...`), counted by class, or named as in V-MoE.
 """
 
+from pathlib import Path
+
 from keras_moe._checks import check_image_shape
 from keras_moe.models.conversion._rules import (
     Direct,
@@ -14,6 +16,8 @@ from keras_moe.models.conversion._rules import (
 )
 from keras_moe.models.conversion._spec import (
     ConversionSpec,
+    Library,
+    mixer_arguments,
     numbered,
     pair_spec,
     patch_arguments,
@@ -28,6 +32,7 @@ _RELEASED = {
     "vmoe_s32_last2": "vmoe_s32_last2_e8",
     "vmoe_b16_imagenet21k": "vmoe_b16_every2_e8",
 }
+_GOOGLE = Library("Google", "Apache-2.0")
 _ROUTING = (
     "num_selected_experts",
     "capacity_factor",
@@ -50,9 +55,9 @@ _IMAGE, _TEXT = "img/", "txt/"
 
 
 def google_spec(
-    file, name: str, overrides: dict, tower: str | None
+    file, config: dict, overrides: dict, tower: str | None = None
 ) -> ConversionSpec | None:
-    """Returns the spec of a checkpoint with Google's names; None for others."""
+    name = Path(file.path).name
     for prefix in _PREFIXES:
         if f"{prefix}{_IMAGE}embedding/kernel" in file:
             spec = _pair_spec(file, prefix, name, overrides, tower)
@@ -109,7 +114,6 @@ def _mlp(path, name):
 
 
 def _head(file, prefix):
-    """Returns rules and arguments of representation and head; None without a head."""
     if f"{prefix}head/kernel" not in file:
         return {}, None
     _, num_classes = required(file, f"{prefix}head/kernel", 2)
@@ -123,7 +127,6 @@ def _head(file, prefix):
 
 
 def _map_head(file, prefix):
-    """Returns rules of attention pooling, if any."""
     root = _module(file, prefix, "MapHead", "MAPHead_0")
     if f"{root}probe" not in file:
         return {}
@@ -139,7 +142,6 @@ def _map_head(file, prefix):
 
 
 def _encoder(file, root):
-    """Returns rules and implied arguments of blocks and final norm."""
     num_layers = numbered(file, f"{root}encoderblock_")
     attentions = ("SelfAttention", *(f"MultiHeadDotProductAttention_{i}" for i in "10"))
     arguments = {
@@ -179,7 +181,6 @@ def _encoder(file, root):
 
 
 def _moe(file, path, name):
-    """Returns rules of an MoE layer and its router's arguments."""
     rules = {
         f"{path}/experts/{layer}_{what}": Direct(f"{name}Mlp/{dense}/{what}")
         for layer, dense in (("hidden", "Dense_0"), ("output", "Dense_1"))
@@ -197,7 +198,6 @@ def _moe(file, path, name):
 
 
 def _vit_spec(file, prefix, name, overrides):
-    """Returns the spec of a ViT, V-MoE or Soft MoE."""
     if name.startswith("eee_"):
         raise ValueError(
             "Expected a V-MoE; received an efficient ensemble of experts, whose "
@@ -227,11 +227,12 @@ def _vit_spec(file, prefix, name, overrides):
             task["pooling_query_key_norm"] = normalizes
     notes = _add_routing(arguments, task, name)
     _add_positions(file, prefix, root, rules, arguments, kernel_shape, overrides)
-    scheme = "V-MoE" if arguments.get("moe_layers") else "ViT"
+    architecture = "V-MoE" if arguments.get("moe_layers") else "ViT"
     if arguments.get("router") == "soft":
-        scheme = "Soft MoE"
+        architecture = "Soft MoE"
     return ConversionSpec(
-        f"{scheme} (Google)",
+        _GOOGLE,
+        architecture,
         "ViTBackbone",
         arguments,
         rules,
@@ -277,9 +278,7 @@ def _add_positions(file, prefix, root, rules, arguments, kernel_shape, overrides
 
 
 def _mixer_spec(file, prefix):
-    kernel_shape = height, width, channels, _ = required(
-        file, f"{prefix}stem/kernel", 4
-    )
+    kernel_shape = required(file, f"{prefix}stem/kernel", 4)
     num_layers = numbered(file, f"{prefix}MixerBlock_")
     first = f"{prefix}MixerBlock_0/"
     tokens, token_mlp = required(file, f"{first}token_mixing/Dense_0/kernel", 2)
@@ -297,17 +296,11 @@ def _mixer_spec(file, prefix):
         rules.update(_mlp(f"{path}/token_mlp", f"{block}token_mixing/"))
         rules.update(_mlp(f"{path}/mlp", f"{block}channel_mixing/"))
     head, task = _head(file, prefix)
-    arguments = {
-        "image_shape": (grid * height, grid * width, channels),
-        **patch_arguments(kernel_shape),
-        "num_layers": num_layers,
-        "token_mlp_dim": token_mlp,
-        "mlp_dim": mlp_dim,
-        "activation": "gelu_tanh",
-        "layer_norm_epsilon": 1e-6,
-    }
+    mlp_dims = token_mlp, mlp_dim
+    arguments = mixer_arguments(kernel_shape, grid, num_layers, mlp_dims, "gelu_tanh")
     return ConversionSpec(
-        "MLP-Mixer (Google)",
+        _GOOGLE,
+        "MLP-Mixer",
         "MixerBackbone",
         arguments,
         {**rules, **head},
@@ -369,7 +362,8 @@ def _text_spec(file, prefix, overrides):
         pooling=pooling,
     )
     return ConversionSpec(
-        "V-MoE (Google)" if arguments.get("moe_layers") else "ViT (Google)",
+        _GOOGLE,
+        "V-MoE" if arguments.get("moe_layers") else "ViT",
         "TextBackbone",
         arguments,
         rules,

@@ -8,7 +8,6 @@ from typing import Any
 import keras_hub
 import numpy as np
 
-from keras_moe.models.conversion import _configs
 from keras_moe.models.conversion._rules import (
     Direct,
     Matrix,
@@ -19,8 +18,11 @@ from keras_moe.models.conversion._rules import (
 )
 from keras_moe.models.conversion._spec import (
     ACTIVATIONS,
+    GPT2,
+    TRANSFORMERS,
     ConversionSpec,
     activation_of,
+    agree,
     numbered,
     required,
     usual_heads,
@@ -32,17 +34,11 @@ MODEL_TYPES = ("gpt2",)
 # Names of transformers' language model; a bare `GPT2Model` has no prefix.
 _ROOT, _HEAD = "transformer.", "lm_head.weight"
 _BUFFERS = (".attn.bias", ".attn.masked_bias")
-# What GPT-2 has among the arguments of a `DecoderBackbone`.
-GPT2 = {
-    "positions": "learned",
-    "norm": "layer",
-    "use_bias": True,
-    "gated_mlp": False,
-}
 
 
-def gpt2_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
-    """Returns the spec of a GPT-2 of transformers; None for other names."""
+def gpt2_spec(
+    file, config: dict, overrides: dict, tower: str | None = None
+) -> ConversionSpec | None:
     root = _ROOT if f"{_ROOT}wte.weight" in file else ""
     if f"{root}h.0.attn.c_attn.weight" not in file:
         return None
@@ -54,7 +50,7 @@ def gpt2_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
         "n_positions": max_length,
         "n_layer": numbered(file, f"{root}h."),
     }
-    _configs.agree(file, config, CONFIG_NAME, **sizes)
+    agree(file, config, CONFIG_NAME, **sizes)
     for name, value in (
         ("scale_attn_weights", True),
         ("scale_attn_by_inverse_layer_idx", False),
@@ -87,7 +83,7 @@ def gpt2_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
         left[_HEAD] = "tied to the embeddings"
     rules = gpt2_rules(arguments, root)
     return ConversionSpec(
-        "GPT-2 (transformers)", "DecoderBackbone", arguments, rules, {}, left
+        TRANSFORMERS, "GPT-2", "DecoderBackbone", arguments, rules, {}, left
     )
 
 
@@ -123,7 +119,6 @@ def gpt2_rules(arguments: dict, root: str = _ROOT) -> dict:
 
 
 def gpt2_files(model: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Returns the tensors and JSON files of an `ExportedModel`."""
     tower = model.towers["text"]
     config, kind = tower.config, "GPT-2 of transformers"
     heads = config["num_heads"]
@@ -136,6 +131,7 @@ def gpt2_files(model: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         query_key_norm=False,
         layer_scale_initial_value=None,
     )
+    # As transformers names them in GPT-2's configs.
     names = {own: name for name, own in ACTIVATIONS.items()}
     end = getattr(model.preprocessor, "end_id", None)
     content = {
@@ -155,9 +151,9 @@ def gpt2_files(model: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         "eos_token_id": end,
         "torch_dtype": "float32",
     }
-    files = {CONFIG_NAME: content}
+    files: dict[str, Any] = {CONFIG_NAME: content}
     pairs = getattr(model.preprocessor, "tokenizer", None)
     if isinstance(pairs, keras_hub.tokenizers.GPT2Tokenizer):
-        merges = "\n".join(["#version: 0.2", *pairs.merges, ""])
-        files |= zip(GPT2_FILES, (pairs.vocabulary, merges))
+        merges = "\n".join(["#version: 0.2", *(pairs.merges or ()), ""])
+        files.update(zip(GPT2_FILES, (pairs.vocabulary, merges)))
     return tensors_of(gpt2_rules(config), tower.values, kind), files

@@ -6,8 +6,6 @@ import keras
 import keras_hub
 import numpy as np
 
-from keras_moe.models.conversion import _configs
-from keras_moe.models.conversion._gpt2 import GPT2
 from keras_moe.models.conversion._readers import PublishedTensors, TensorInfo
 from keras_moe.models.conversion._rules import (
     Direct,
@@ -20,14 +18,18 @@ from keras_moe.models.conversion._rules import (
     without_projection,
 )
 from keras_moe.models.conversion._spec import (
+    GPT2,
     LOGIT_NAMES,
     POSITION_IDS,
     ConversionSpec,
+    Library,
+    interpolation,
     pair_spec,
 )
 from keras_moe.models.preprocessing.tokenizer import TextTokenizer
 
 _hub = keras_hub.models
+_KERAS_HUB = Library("KerasHub", "as its model card says (per preset)")
 _TEXTS = (_hub.CLIPTextEncoder, _hub.SigLIPTextEncoder)
 _PAIRS = (_hub.CLIPBackbone, _hub.SigLIPBackbone)
 # Llama 3 extends Llama.
@@ -99,12 +101,10 @@ class KerasHubModel(PublishedTensors):
 def keras_hub_spec(
     model: keras.Model, tower: str | None
 ) -> tuple[PublishedTensors, ConversionSpec]:
-    """Returns the weights of a KerasHub model and their spec."""
     if isinstance(model, _PAIRS):
         return _both_towers(model) if tower is None else _one_tower(model, tower)
-    own = (
-        "text" if isinstance(model, (*_TEXTS, *_LANGUAGE, *LANGUAGE_TASKS)) else "image"
-    )
+    texts = (*_TEXTS, *_LANGUAGE, *LANGUAGE_TASKS)
+    own = "text" if isinstance(model, texts) else "image"
     if tower not in (None, own):
         raise ValueError(
             f"Expected a model of KerasHub with a {tower} tower; received: "
@@ -222,23 +222,44 @@ def _block(path, block, names):
     }
 
 
-def _encoder_blocks(encoder, is_clip):
+def _encoder(encoder, is_clip):
+    """Returns rules and arguments of the blocks of a CLIP or SigLIP."""
     names = _CLIP_BLOCK if is_clip else _SIGLIP_BLOCK
-    rules = {}
+    rules = _hub_norm("final_norm", "layer_norm/" if is_clip else "post_layer_norm/")
     for i in range(encoder.num_layers):
         rules.update(_block(f"block_{i}", f"encoder_block_{i}", names))
-    return rules
+    activation = encoder.intermediate_activation
+    return rules, {
+        "mlp_dim": encoder.intermediate_dim,
+        "activation": "gelu_tanh" if activation == "gelu_approximate" else activation,
+        "layer_norm_epsilon": _CLIP_EPSILON if is_clip else encoder.layer_norm_epsilon,
+    }
 
 
 def _hub_patches(name, has_bias):
     return patches(f"{name}kernel", f"{name}bias" if has_bias else None, torch=False)
 
 
-def _image_shape(encoder):
-    shape = tuple(encoder.image_shape)
+def _sizes(encoder):
+    return {k: getattr(encoder, k) for k in ("hidden_dim", "num_layers", "num_heads")}
+
+
+def _image_sizes(encoder):
+    shape, patch_size = tuple(encoder.image_shape), encoder.patch_size
     if getattr(encoder, "data_format", "channels_last") == "channels_first":
-        return (*shape[1:], shape[0])
-    return shape
+        shape = (*shape[1:], shape[0])
+    if isinstance(patch_size, list):
+        patch_size = tuple(patch_size)
+    return {"image_shape": shape, "patch_size": patch_size, **_sizes(encoder)}
+
+
+def _text_sizes(encoder):
+    return {
+        "vocabulary_size": encoder.vocabulary_size,
+        "max_length": encoder.max_sequence_length,
+        **_sizes(encoder),
+        "mlp_dim": encoder.intermediate_dim,
+    }
 
 
 def _vit_spec(encoder, classifier):
@@ -262,11 +283,7 @@ def _vit_spec(encoder, classifier):
         if classifier.intermediate_dim is not None:
             rules.update(direct("pre_logits", "pre_logits/"))
     arguments = {
-        "image_shape": _image_shape(encoder),
-        "patch_size": tuple(encoder.patch_size),
-        "hidden_dim": encoder.hidden_dim,
-        "num_layers": encoder.num_layers,
-        "num_heads": encoder.num_heads,
+        **_image_sizes(encoder),
         "mlp_dim": encoder.mlp_dim,
         "class_token": encoder.use_class_token,
         "activation": "gelu",
@@ -274,7 +291,7 @@ def _vit_spec(encoder, classifier):
         "dropout_rate": encoder.dropout_rate,
         "attention_dropout": encoder.attention_dropout,
     }
-    return ConversionSpec("ViT (KerasHub)", "ViTBackbone", arguments, rules, task)
+    return ConversionSpec(_KERAS_HUB, "ViT", "ViTBackbone", arguments, rules, task)
 
 
 def _gpt2_spec(encoder, preprocessor):
@@ -294,11 +311,10 @@ def _gpt2_spec(encoder, preprocessor):
         "dropout_rate": encoder.dropout,
         "attention_dropout": encoder.dropout,
     }
-    return ConversionSpec("GPT-2 (KerasHub)", "DecoderBackbone", arguments, rules, {})
+    return ConversionSpec(_KERAS_HUB, "GPT-2", "DecoderBackbone", arguments, rules, {})
 
 
 def _llama_spec(encoder, preprocessor):
-    """Returns the spec of a Llama, Llama 3, Mistral or Qwen 3."""
     kind = type(encoder).__name__.removesuffix("Backbone")
     heads, dim = encoder.num_query_heads, encoder.hidden_dim
     is_llama = isinstance(encoder, _hub.LlamaBackbone)
@@ -330,7 +346,7 @@ def _llama_spec(encoder, preprocessor):
         "rope_theta": float(encoder.rope_max_wavelength),
         # KerasHub's Llama has a factor, too, which changes nothing.
         "rope_scaling": 1.0 if is_llama else float(encoder.rope_scaling_factor),
-        "tied_embeddings": encoder.token_embedding.tie_weights,
+        "tied_embeddings": encoder.token_embedding.tie_weights,  # pyright: ignore[reportOptionalMemberAccess]
         "query_key_norm": isinstance(encoder, _hub.Qwen3Backbone),
         "dropout_rate": encoder.dropout,
         "attention_dropout": encoder.dropout,
@@ -366,20 +382,8 @@ def _llama_spec(encoder, preprocessor):
             "KerasHub's have 1e-5",
         )
     return ConversionSpec(
-        f"{kind} (KerasHub)", "DecoderBackbone", arguments, rules, {}, notes=notes
+        _KERAS_HUB, kind, "DecoderBackbone", arguments, rules, {}, notes=notes
     )
-
-
-def _text_sizes(encoder):
-    """Sizes of a text tower, under our names."""
-    return {
-        "vocabulary_size": encoder.vocabulary_size,
-        "max_length": encoder.max_sequence_length,
-        "hidden_dim": encoder.hidden_dim,
-        "num_layers": encoder.num_layers,
-        "num_heads": encoder.num_heads,
-        "mlp_dim": encoder.intermediate_dim,
-    }
 
 
 def _classifier_arguments(classifier, encoder):
@@ -401,21 +405,19 @@ def _classifier_arguments(classifier, encoder):
 
 
 def _image_spec(encoder, clip, probe):
-    """Returns the spec of a CLIP or SigLIP image tower."""
     is_clip = isinstance(encoder, _hub.CLIPVisionEncoder)
-    embedding = "embedding/"
+    blocks, sizes = _encoder(encoder, is_clip)
     rules = {
-        **_hub_patches(f"{embedding}patch_embedding/", not is_clip),
+        **_hub_patches("embedding/patch_embedding/", not is_clip),
         "position_embedding/embedding": Positions(
-            f"{embedding}position_embedding/embeddings",
+            "embedding/position_embedding/embeddings",
             axes=1,
-            ids=f"{embedding}position_ids",
+            ids="embedding/position_ids",
         ),
-        **_hub_norm("final_norm", "layer_norm/" if is_clip else "post_layer_norm/"),
-        **_encoder_blocks(encoder, is_clip),
+        **blocks,
     }
     if is_clip:
-        rules["class_token/token"] = Direct(f"{embedding}class_embedding", axes=2)
+        rules["class_token/token"] = Direct("embedding/class_embedding", axes=2)
         rules.update(_hub_norm("embedding_norm", "pre_layer_norm/"))
     else:
         rules.update(
@@ -434,37 +436,26 @@ def _image_spec(encoder, clip, probe):
         rules["predictions/bias"] = Filled()
         task = {"num_classes": clip.projection_dim, "pooling": "class_token"}
     arguments = {
-        "image_shape": _image_shape(encoder),
-        "patch_size": encoder.patch_size,
-        "hidden_dim": encoder.hidden_dim,
-        "num_layers": encoder.num_layers,
-        "num_heads": encoder.num_heads,
-        "mlp_dim": encoder.intermediate_dim,
+        **_image_sizes(encoder),
+        **sizes,
         "class_token": is_clip,
         "embedding_norm": is_clip,
-        "activation": _activation(encoder),
-        "layer_norm_epsilon": _CLIP_EPSILON if is_clip else encoder.layer_norm_epsilon,
     }
-    scheme = f"{'CLIP' if is_clip else 'SigLIP'} (KerasHub)"
-    return ConversionSpec(scheme, "ViTBackbone", arguments, rules, task)
+    name = "CLIP" if is_clip else "SigLIP"
+    return ConversionSpec(_KERAS_HUB, name, "ViTBackbone", arguments, rules, task)
 
 
 def _text_spec(encoder, clip):
-    """Returns the spec of a CLIP or SigLIP text tower."""
     is_clip = isinstance(encoder, _hub.CLIPTextEncoder)
+    blocks, sizes = _encoder(encoder, is_clip)
     rules = {
         "token_embedding/embeddings": Direct("embedding/token_embedding/embeddings"),
         "text_positions/embedding": Direct(
             "embedding/position_embedding/embeddings", axes=1
         ),
-        **_hub_norm("final_norm", "layer_norm/" if is_clip else "post_layer_norm/"),
-        **_encoder_blocks(encoder, is_clip),
+        **blocks,
     }
-    arguments = {
-        **_text_sizes(encoder),
-        "activation": _activation(encoder),
-        "layer_norm_epsilon": _CLIP_EPSILON if is_clip else encoder.layer_norm_epsilon,
-    }
+    arguments = {**_text_sizes(encoder), **sizes}
     notes = ()
     if is_clip:
         notes = ("the last norm has epsilon 1e-5, as in CLIP; KerasHub's has 1e-6",)
@@ -476,7 +467,8 @@ def _text_spec(encoder, clip):
         arguments.update(projection_dim=encoder.projection_dim, projection_bias=True)
         rules.update(direct("projection", "head/"))
     return ConversionSpec(
-        f"{'CLIP' if is_clip else 'SigLIP'} (KerasHub)",
+        _KERAS_HUB,
+        "CLIP" if is_clip else "SigLIP",
         "TextBackbone",
         arguments,
         rules,
@@ -485,14 +477,7 @@ def _text_spec(encoder, clip):
     )
 
 
-def _activation(encoder):
-    """Returns this library's name of an encoder's activation."""
-    name = encoder.intermediate_activation
-    return "gelu_tanh" if name == "gelu_approximate" else name
-
-
 def _preprocessing(preprocessor):
-    """Returns arguments of `ImagePreprocessor`, or None, and notes."""
     if preprocessor is None:
         return None, ()
     converter = getattr(preprocessor, "image_converter", None)
@@ -504,7 +489,7 @@ def _preprocessing(preprocessor):
     # Pixels x in [0, 1] become 255 x scale + offset.
     std = 1.0 / (255.0 * np.asarray(converter.scale, "float64"))
     mean = -std * np.asarray(0.0 if converter.offset is None else converter.offset)
-    arguments, notes = _configs.interpolation(converter.interpolation)
+    arguments, notes = interpolation(converter.interpolation)
     if arguments["interpolation"] == "bilinear":
         arguments["antialias"] = bool(converter.antialias)
     pads = getattr(converter, "pad_to_aspect_ratio", False)

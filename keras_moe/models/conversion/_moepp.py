@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.models.conversion import _configs
 from keras_moe.models.conversion._rules import (
     Direct,
     ExpertMatrix,
@@ -19,6 +18,8 @@ from keras_moe.models.conversion._rules import (
 )
 from keras_moe.models.conversion._spec import (
     ConversionSpec,
+    Library,
+    agree,
     numbered,
     required,
     usual_heads,
@@ -31,24 +32,28 @@ _GATE, _EXPERTS = "mlp.moe.gate.", "mlp.moe.experts.experts."
 # Constants of the released code: K, and one zero and one copy expert.
 _SELECTED, _ZERO, _COPY, _CONSTANT = 2, 1, 1, 2
 _BUFFER = "rotary_emb.inv_freq"
+_NORMS = {
+    "mixer_norm": "input_layernorm",
+    "feed_forward_norm": "post_attention_layernorm",
+}
 
 
-def moepp_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
-    """Returns the spec of a MoE++ language model; None for other names."""
+def moepp_spec(
+    file, config: dict, overrides: dict, tower: str | None = None
+) -> ConversionSpec | None:
     first = f"{_LAYERS}0."
     if f"{first}{_GATE}gate_map.weight" not in file:
         return None
     vocabulary_size, dim = required(file, "model.embed_tokens.weight", 2)
     total = required(file, f"{first}{_GATE}gate_map.weight", 2)[0]
+    _, mlp_dim = required(file, f"{first}{_EXPERTS}0.down_proj.weight", 2)
     pattern = re.compile(rf"{re.escape(first + _EXPERTS)}\d+\.constant")
     constants = sum(bool(pattern.fullmatch(name)) for name in file)
     sizes = {
         "hidden_size": dim,
         "num_hidden_layers": numbered(file, _LAYERS),
         "vocab_size": vocabulary_size,
-        "intermediate_size": required(file, f"{first}{_EXPERTS}0.down_proj.weight", 2)[
-            1
-        ],
+        "intermediate_size": mlp_dim,
         "num_experts": [total],
         "moe_expert_interval": 1,
         "tie_word_embeddings": "lm_head.weight" not in file,
@@ -56,7 +61,7 @@ def moepp_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
     if config.get("tie_word_embeddings"):
         # A tied matrix may be in the file twice.
         sizes["tie_word_embeddings"] = True
-    _configs.agree(file, config, CONFIG_NAME, **sizes)
+    agree(file, config, CONFIG_NAME, **sizes)
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(
             f"Expected hidden_act='silu' in {CONFIG_NAME}, as in the release; received:"
@@ -86,7 +91,8 @@ def moepp_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
     if arguments["tied_embeddings"]:
         left["lm_head.weight"] = "tied to the embeddings"
     return ConversionSpec(
-        "MoE++ (SkyworkAI)",
+        Library("SkyworkAI", "as its model card says"),
+        "MoE++",
         "DecoderBackbone",
         arguments,
         moepp_rules(arguments),
@@ -96,7 +102,6 @@ def moepp_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
 
 
 def _rope(config):
-    """Arguments of the rotary positions."""
     theta, scaling = config.get("rope_theta", 10000.0), config.get("rope_scaling") or {}
     kind, factor = scaling.get("type"), scaling.get("factor", 1.0)
     kind = scaling.get("rope_type", kind)
@@ -112,7 +117,6 @@ def _rope(config):
 
 
 def _experts(file, config, total, constants):
-    """Fields of `MoEConfig`."""
     is_mixtral = config.get("moe_use_mixtral_gating", False)
     is_scaled = not (is_mixtral or config.get("moe_feature_no_mul_topk", False))
     router = {
@@ -149,7 +153,7 @@ def moepp_rules(arguments: dict) -> dict:
     first = ffn + constants
     order = (*range(ffn), first + 1, first, *range(ffn, first))
     router = moe["router"] if isinstance(moe["router"], dict) else {}
-    rules = {
+    rules: dict = {
         "token_embedding/embeddings": Direct("model.embed_tokens.weight"),
         "final_norm/scale": Direct("model.norm.weight"),
     }
@@ -158,28 +162,21 @@ def moepp_rules(arguments: dict) -> dict:
     for i in range(arguments["num_layers"]):
         block, path = f"{_LAYERS}{i}.", f"block_{i}"
         gate, moe_path = f"{block}{_GATE}", f"{path}/moe"
-        attention = f"{block}self_attn."
-        rules[f"{path}/mixer_norm/scale"] = Direct(f"{block}input_layernorm.weight")
-        rules[f"{path}/feed_forward_norm/scale"] = Direct(
-            f"{block}post_attention_layernorm.weight"
-        )
+        attention, own = f"{path}/attention", f"{block}self_attn."
+        for name, theirs in _NORMS.items():
+            rules[f"{path}/{name}/scale"] = Direct(f"{block}{theirs}.weight")
         for name in ("query", "key", "value"):
-            rules[f"{path}/attention/{name}/kernel"] = Matrix(
-                f"{attention}{name[0]}_proj.weight"
-            )
-        rules[f"{path}/attention/attention_output/kernel"] = Matrix(
-            f"{attention}o_proj.weight", inputs=2
-        )
+            rules[f"{attention}/{name}/kernel"] = Matrix(f"{own}{name[0]}_proj.weight")
+        output = Matrix(f"{own}o_proj.weight", inputs=2)
+        rules[f"{attention}/attention_output/kernel"] = output
         kernel = "wg.weight"
         if router.get("gate_hidden_dim"):
             kernel = "wg.2.weight"
             rules[f"{moe_path}/router/hidden_kernel"] = Matrix(f"{gate}wg.0.weight")
-        rules[f"{moe_path}/router/kernel"] = ExpertMatrix(
-            f"{gate}{kernel}", order=order
-        )
-        rules[f"{moe_path}/router/residual_kernel"] = ExpertMatrix(
-            f"{gate}gate_map.weight", order=order, square=True
-        )
+        router_kernel = ExpertMatrix(f"{gate}{kernel}", order=order)
+        residual = ExpertMatrix(f"{gate}gate_map.weight", order=order, square=True)
+        rules[f"{moe_path}/router/kernel"] = router_kernel
+        rules[f"{moe_path}/router/residual_kernel"] = residual
 
         def each(name, experts, block=block, **part):
             names = (f"{block}{_EXPERTS}{expert}.{name}" for expert in experts)
@@ -203,7 +200,6 @@ def moepp_rules(arguments: dict) -> dict:
 
 
 def moepp_files(model: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Returns the tensors and JSON files of an `ExportedModel`."""
     tower = model.towers["text"]
     config, kind = tower.config, "MoE++'s released code"
     moe = config["moe"] or {}

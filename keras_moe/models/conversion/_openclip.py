@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from keras_moe.models.conversion import _configs
 from keras_moe.models.conversion._readers import PublishedTensors
 from keras_moe.models.conversion._rules import (
     BlockNames,
@@ -16,16 +15,23 @@ from keras_moe.models.conversion._rules import (
     text_tower_rules,
 )
 from keras_moe.models.conversion._spec import (
+    CLIP_IMAGES,
     LOGIT_NAMES,
     ConversionSpec,
+    Library,
+    agree,
     ignored,
     image_tower_arguments,
+    interpolation,
+    normalization,
     required,
     text_tower_arguments,
+    towers_spec,
 )
 from keras_moe.models.conversion._timm import timm_spec
 
 CONFIG_NAME = "open_clip_config.json"
+_OPENCLIP = Library("OpenCLIP", "as its model card says (OpenAI's: MIT)")
 # Settings that change a tower's outputs and that this library does not have.
 _UNSUPPORTED = (
     "block_type", "qk_norm", "scaled_cosine_attn", "scale_heads", "scale_attn_inner",
@@ -83,16 +89,17 @@ _ASSUMED = (
 )
 
 
-def openclip_towers(file) -> dict:
-    """Returns functions that create the specs of a file's towers."""
-    towers = {}
+def openclip_spec(
+    file, config: dict, overrides: dict, tower: str | None = None
+) -> ConversionSpec | None:
+    makers = {}
     if any(name.startswith(_TRUNK) for name in file):
-        towers["image"] = _timm_image_spec
+        makers["image"] = _timm_image_spec
     elif any(name.startswith(_VISUAL) for name in file):
-        towers["image"] = _image_spec
+        makers["image"] = _image_spec
     if _text_root(file) is not None:
-        towers["text"] = _text_spec
-    return towers
+        makers["text"] = _text_spec
+    return towers_spec(file, config, overrides, tower, makers)
 
 
 def _check_config(name, config, unsupported, file):
@@ -105,8 +112,7 @@ def _check_config(name, config, unsupported, file):
 
 
 def _preprocessing(cfg):
-    """Returns arguments of `ImagePreprocessor`, and notes."""
-    arguments, notes = _configs.interpolation(cfg.get("interpolation") or "bicubic")
+    arguments, notes = interpolation(cfg.get("interpolation") or "bicubic")
     mode = cfg.get("resize_mode") or "shortest"
     if mode == "longest":
         notes += ("preprocessor: the middle of the image, which the source pads",)
@@ -133,17 +139,17 @@ def _image_spec(file, config, overrides):
         layer_scale=vision.get("ls_init_value"),
     )
     sizes = {"width": arguments["hidden_dim"], "layers": arguments["num_layers"]}
-    _configs.agree(file, vision, CONFIG_NAME, **sizes)
+    agree(file, vision, CONFIG_NAME, **sizes)
     arguments["embedding_norm"] = True
     cfg = config.get("preprocess_cfg", {})
-    images = _configs.normalization(
+    images = normalization(
         arguments["image_shape"][2],
         {
             **config.get("preprocessor", {}),
             "image_mean": cfg.get("mean"),
             "image_std": cfg.get("std"),
         },
-        _configs.CLIP_IMAGES,
+        CLIP_IMAGES,
     )
     bias = f"{_VISUAL}conv1.bias"
     rules = image_tower_rules(_IMAGE, arguments, images, bias if bias in file else None)
@@ -151,13 +157,14 @@ def _image_spec(file, config, overrides):
     if f"{_VISUAL}proj" in file:
         # (D, embedding), as in this library.
         size = required(file, f"{_VISUAL}proj", 2)[1]
-        _configs.agree(file, model, CONFIG_NAME, embed_dim=size)
+        agree(file, model, CONFIG_NAME, embed_dim=size)
         rules["predictions/kernel"] = Direct(f"{_VISUAL}proj")
         rules["predictions/bias"] = Filled()
         task = {"num_classes": size, "pooling": "class_token"}
     preprocessing, notes = _preprocessing(cfg)
     return ConversionSpec(
-        "CLIP (OpenCLIP)",
+        _OPENCLIP,
+        "CLIP",
         "ViTBackbone",
         arguments,
         rules,
@@ -175,27 +182,21 @@ def _activation(model):
     return "quick_gelu" if model.get("quick_gelu") else "gelu"
 
 
-class _Trunk(PublishedTensors):
-    """The tensors of a timm trunk, under timm's names."""
-
-    def __init__(self, file):
-        names = [name for name in file if name.startswith(_TRUNK)]
-        super().__init__(file.path, {x.removeprefix(_TRUNK): file[x] for x in names})
-
-
 def _timm_image_spec(file, config, overrides):
     """Returns the spec of a timm image tower, as in OpenCLIP's SigLIPs."""
     vision = config.get("model_cfg", {}).get("vision_cfg", {})
     cfg = config.get("preprocess_cfg", {})
-    timm = {
+    timm: dict[str, Any] = {
         "pretrained_cfg": {
-            "mean": cfg.get("mean", _configs.CLIP_IMAGES.mean),
-            "std": cfg.get("std", _configs.CLIP_IMAGES.std),
+            "mean": cfg.get("mean", CLIP_IMAGES.mean),
+            "std": cfg.get("std", CLIP_IMAGES.std),
         }
     }
     if vision.get("timm_model_name"):
         timm["architecture"] = vision["timm_model_name"]
-    trunk = _Trunk(file)
+    names = [name for name in file if name.startswith(_TRUNK)]
+    tensors = {name.removeprefix(_TRUNK): file[name] for name in names}
+    trunk = PublishedTensors(file.path, tensors)
     pool = vision.get("timm_pool") or ("map" if "attn_pool.q.weight" in trunk else None)
     if pool is not None:
         timm["global_pool"] = pool
@@ -205,7 +206,7 @@ def _timm_image_spec(file, config, overrides):
             "Expected an image tower of timm that is a plain ViT; received: "
             f"{len(trunk)} tensors such as {_TRUNK + min(trunk)!r} in {file.path}"
         )
-    spec.scheme = "CLIP (OpenCLIP)"
+    spec.library, spec.architecture = _OPENCLIP, "CLIP"
     spec.rules = renamed(spec.rules, _TRUNK.__add__)
     projection = f"{_HEAD}proj."
     if f"{projection}weight" in file:
@@ -225,7 +226,6 @@ def _timm_image_spec(file, config, overrides):
 
 
 def _text_root(file):
-    """Returns the name prefix of the text tower; None without one."""
     # The second is a tower of transformers, which is refused by name.
     names = _TEXT.tokens, "transformer.embeddings.word_embeddings.weight"
     for root in ("text.", ""):
@@ -235,7 +235,7 @@ def _text_root(file):
 
 
 def _text_spec(file, config, overrides):
-    root = _text_root(file)
+    root = _text_root(file) or ""
     model = config.get("model_cfg", {})
     text = model.get("text_cfg", {})
     # Some configs have this next to the towers.
@@ -254,7 +254,7 @@ def _text_spec(file, config, overrides):
         epsilon=_epsilon(text, file),
         layer_scale=text.get("ls_init_value"),
     )
-    _configs.agree(
+    agree(
         file,
         text,
         CONFIG_NAME,
@@ -269,7 +269,7 @@ def _text_spec(file, config, overrides):
     projection, projection_rules = _projection(file, root)
     if projection:
         size = projection["projection_dim"]
-        _configs.agree(file, model, CONFIG_NAME, embed_dim=size)
+        agree(file, model, CONFIG_NAME, embed_dim=size)
     arguments.update(
         causal=causal,
         pooling="end_of_text" if pool in ("argmax", "eos") else pool,
@@ -283,7 +283,8 @@ def _text_spec(file, config, overrides):
     left.update(dict.fromkeys(_OPENAI_NUMBERS, "a number that the shapes imply"))
     left[f"{root}attn_mask"] = "the mask of causal attention"
     return ConversionSpec(
-        "CLIP (OpenCLIP)",
+        _OPENCLIP,
+        "CLIP",
         "TextBackbone",
         arguments,
         {**text_tower_rules(names, arguments), **projection_rules},
@@ -303,7 +304,6 @@ def _epsilon(text, file):
 
 
 def _projection(file, root):
-    """Returns arguments and rules of the text projection."""
     name = f"{root}text_projection"
     if name in file:
         # (D, embedding), as in this library.
@@ -323,7 +323,6 @@ def _projection(file, root):
 
 
 def openclip_files(model: Any) -> tuple[dict, dict[str, Any]]:
-    """Returns the tensors and JSON files of an `ExportedModel`."""
     if len(model.towers) < 2:
         raise ValueError(
             "Expected a CLIPBackbone, since OpenCLIP loads pairs of towers only; "
@@ -436,12 +435,12 @@ def _exported_text(tower):
 
 
 def _block_config(tower):
-    config = tower.config
-    content = {
-        "width": config["hidden_dim"],
-        "layers": config["num_layers"],
-        "mlp_ratio": tower.mlp_ratio,
-    }
+    config, dim = tower.config, tower.config["hidden_dim"]
+    # int(dim * ratio) is exactly `mlp_dim`.
+    ratio = config["mlp_dim"] / dim
+    if int(dim * ratio) != config["mlp_dim"]:
+        ratio = (config["mlp_dim"] + 0.5) / dim
+    content = {"width": dim, "layers": config["num_layers"], "mlp_ratio": ratio}
     if config["layer_scale_initial_value"] is not None:
         content["ls_init_value"] = config["layer_scale_initial_value"]
     return content

@@ -1,6 +1,7 @@
 """Checkpoint readers. They read one tensor at a time and never unpickle."""
 
 import contextlib
+import json
 import math
 import os
 import zipfile
@@ -13,8 +14,7 @@ import numpy as np
 from numpy.lib import format as npy
 from safetensors import SafetensorError, safe_open
 
-from keras_moe._files import open_regular, regular_file
-from keras_moe.models.conversion._configs import read_object
+from keras_moe._files import open_regular, read_text, regular_file
 
 # Dtypes of weights, by their names in `.safetensors`.
 FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
@@ -31,7 +31,6 @@ class TensorInfo(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Stored size in bytes."""
         return np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
 
@@ -61,7 +60,6 @@ class PublishedTensors(Mapping):
         """Closes open files."""
 
     def read(self, name: str) -> np.ndarray:
-        """Returns a tensor's values."""
         raise NotImplementedError
 
 
@@ -92,7 +90,8 @@ class SafetensorsCheckpoint(PublishedTensors):
             ) from error
         for name in opened.keys():  # noqa: SIM118
             part = opened.get_slice(name)
-            dtype = FLOATS.get(part.get_dtype(), part.get_dtype())
+            dtype = str(part.get_dtype())
+            dtype = FLOATS.get(dtype, dtype)
             self._opened[name] = opened
             self._tensors[name] = TensorInfo(tuple(part.get_shape()), dtype, file)
 
@@ -101,6 +100,16 @@ class SafetensorsCheckpoint(PublishedTensors):
 
     def read(self, name: str) -> np.ndarray:
         return self._opened[name].get_tensor(name)
+
+
+def read_object(path: str | os.PathLike) -> dict:
+    try:
+        return dict(json.loads(read_text(path)))
+    except (RecursionError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"Expected a whole JSON object in {path}; received: {error}. "
+            "The file is truncated or has another format."
+        ) from error
 
 
 def read_index(path: str | os.PathLike) -> list[str]:
@@ -166,7 +175,6 @@ class NpzCheckpoint(PublishedTensors):
 
 
 def _npy_header(stream):
-    """Returns shape, Fortran order and dtype."""
     if npy.read_magic(stream) == (1, 0):
         return npy.read_array_header_1_0(stream)
     return npy.read_array_header_2_0(stream)

@@ -36,7 +36,6 @@ class Direct:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the tensors that are read."""
         return (self.name,)
 
     def shapes(self, target: tuple) -> dict[str, tuple]:
@@ -272,14 +271,13 @@ class Filled:
     def shapes(self, target: tuple) -> dict[str, tuple]:
         return {}
 
-    def make(self, read: Callable, target: tuple) -> np.ndarray:
+    def make(self, read: Callable | None, target: tuple) -> np.ndarray:
         if self.value == "identity":
             return np.eye(*target, dtype="float32")
         return np.zeros(target, "float32")
 
 
 def renamed(rules: dict, rename: Callable[[str], str]) -> dict:
-    """Returns the rules with renamed tensors."""
     result = {}
     for path, rule in rules.items():
         names = {
@@ -328,7 +326,6 @@ def tensors_of(rules: dict, values: dict[str, np.ndarray], library: str) -> dict
 
 
 def norm(path: str, name: str, scale: str = "weight", offset: str = "bias") -> dict:
-    """Rules of a normalisation layer."""
     return {
         f"{path}/gamma": Direct(f"{name}{scale}"),
         f"{path}/beta": Direct(f"{name}{offset}"),
@@ -356,7 +353,6 @@ def linear(
 def patches(
     kernel: str, bias: str | None, torch: bool, images: Normalization | None = None
 ) -> dict:
-    """Rules of the patch embedding."""
     return {
         "patch_embedding/kernel": PatchKernel(
             kernel, torch=torch, normalization=images
@@ -390,19 +386,16 @@ class BlockNames(NamedTuple):
     query_key_norms: tuple[str, str] = ("", "")
 
     def has_query_key_norm(self, file, block: str) -> bool:
-        """Whether a block in `file` normalises queries and keys."""
         name = self.query_key_norms[0]
         return bool(name) and f"{block}{name}weight" in file
 
     def has_scale(self, file, block: str) -> bool:
-        """Whether a block in `file` has LayerScale."""
         return bool(self.scales[0]) and f"{block}{self.scales[0]}" in file
 
 
 def block_rules(
     path: str, block: str, names: BlockNames, arguments: dict, query_bias: bool = True
 ) -> dict:
-    """Rules of a dense encoder block."""
     hidden, output = (f"{block}{name}" for name in names.mlp)
     rules = {
         **norm(f"{path}/mixer_norm", f"{block}{names.norms[0]}"),
@@ -444,7 +437,6 @@ class TowerNames(NamedTuple):
 
 
 def tower_rules(names: TowerNames, arguments: dict) -> dict:
-    """Rules of the blocks and the final norm."""
     rules = norm("final_norm", names.final_norm)
     for i in range(arguments["num_layers"]):
         block = f"{names.blocks}{i}."
@@ -474,7 +466,6 @@ def image_tower_rules(
 
 
 def text_tower_rules(names: TowerNames, arguments: dict) -> dict:
-    """Rules of a text tower without its projection."""
     return {
         "token_embedding/embeddings": Direct(names.tokens),
         "text_positions/embedding": Direct(names.positions, axes=1),

@@ -1,12 +1,20 @@
 """`ConversionSpec`: which model a checkpoint holds, and the rules for its weights."""
 
+import math
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras_moe.losses.contrastive import TEMPERATURES
-from keras_moe.models.conversion._rules import BlockNames, Filled, Scalar, TowerNames
+from keras_moe.models.conversion._rules import (
+    BlockNames,
+    Filled,
+    Normalization,
+    Scalar,
+    TowerNames,
+)
 from keras_moe.models.preprocessing.images import ImagePreprocessor
+from keras_moe.models.preprocessing.tokenizer import TextTokenizer
 
 # Prefixes of classifier weights: those replaced by a new head, and those that a
 # backbone does not have.
@@ -14,31 +22,34 @@ HEAD = ("predictions/", "pre_logits/")
 POOLING = ("pooler/", "pooled_norm/")
 
 
+class Library(NamedTuple):
+    """A publisher of weights, or the library that reads them."""
+
+    name: str
+    licence: str
+
+
+TRANSFORMERS = Library("transformers", "as its model card says (OpenAI's: MIT)")
+
+
 @dataclass
 class ConversionSpec:
-    """The model in a checkpoint and the rules for its weights.
+    """The model in a checkpoint and the rules for its weights, by path."""
 
-    Args:
-        scheme: naming scheme, such as `"ViT (timm)"`.
-        backbone: class name.
-        arguments: arguments of the backbone.
-        rules: dict from weight path to rule.
-        task_arguments: arguments of the task; None for a backbone.
-        ignored: dict from unused tensors to the reason.
-        notes: remarks for the user.
-        preprocessing: arguments of `ImagePreprocessor` without the image shape.
-        tokenizer: `TextTokenizer` of an image-text or a language model, if known.
-    """
-
-    scheme: str
+    library: Library
+    # Such as "ViT"; and the backbone's class name.
+    architecture: str
     backbone: str
     arguments: dict
     rules: dict
+    # None for a backbone.
     task_arguments: dict | None = None
+    # Unused tensors, and why.
     ignored: dict = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    # Arguments of `ImagePreprocessor` without the image shape.
     preprocessing: dict | None = None
-    tokenizer: Any = None
+    tokenizer: TextTokenizer | None = None
 
     def preprocessors(self) -> dict:
         """Returns a task's arguments with the source's preprocessing, if known."""
@@ -49,6 +60,50 @@ class ConversionSpec:
         if "image" in self.arguments:
             return {"preprocessor": self.tokenizer, "image_preprocessor": images}
         return {"preprocessor": images or self.tokenizer}
+
+
+# Images
+
+CLIP_IMAGES = Normalization(
+    (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+)
+# Names and Pillow's codes of interpolations.
+_INTERPOLATIONS = {
+    "bilinear": "bilinear", 2: "bilinear", "bicubic": "bicubic", 3: "bicubic",
+}  # fmt: skip
+
+
+def normalization(
+    channels: int, preprocessor: dict, default: Normalization | None = None
+) -> Normalization | None:
+    """Returns the normalisation in a preprocessor's config; None for [-1, 1]."""
+    applied = default or Normalization((0.5,) * channels, (0.5,) * channels)
+    mean, std = preprocessor.get("image_mean"), preprocessor.get("image_std")
+    if mean is not None and std is not None:
+        applied = Normalization(tuple(mean), tuple(std))
+    if not preprocessor.get("do_normalize", True):
+        applied = Normalization((0.0,) * channels, (1.0,) * channels)
+    if len(applied.mean) != channels or len(applied.std) != channels:
+        raise ValueError(
+            f"Expected mean and std of {channels} channels; received: "
+            f"mean={list(applied.mean)}, std={list(applied.std)}"
+        )
+    # A white pixel before normalisation.
+    white = 255 * preprocessor.get("rescale_factor", 1 / 255)
+    if not preprocessor.get("do_rescale", True):
+        white = 255
+    if not math.isclose(white, 1, rel_tol=1e-6):
+        applied = Normalization(*(tuple(x / white for x in part) for part in applied))
+    return None if applied.is_default else applied
+
+
+def interpolation(value: Any) -> tuple[dict, tuple[str, ...]]:
+    """Returns arguments of `ImagePreprocessor`, antialiased as in Pillow, and notes."""
+    known = _INTERPOLATIONS.get(value, "bicubic")
+    notes = ()
+    if value not in _INTERPOLATIONS:
+        notes = (f"preprocessor: bicubic instead of interpolation={value!r}",)
+    return {"interpolation": known, "antialias": True}, notes
 
 
 # Sizes that follow from names and shapes
@@ -63,7 +118,6 @@ _LAYER_SCALE = 1e-5
 
 
 def usual_heads(hidden_dim: int, where: str) -> int:
-    """Returns the number of heads of published encoders of this size."""
     if hidden_dim not in _HEADS:
         raise ValueError(
             f"Expected num_heads=..., which the weights in {where} do not tell; "
@@ -81,6 +135,16 @@ def required(file, name: str, axes: int) -> tuple:
             f"shape={shape}"
         )
     return shape
+
+
+def agree(file, config: dict, name: str, **sizes) -> None:
+    """Raises ValueError if the weights' sizes differ from the config's."""
+    for argument, size in sizes.items():
+        if config.get(argument, size) != size:
+            raise ValueError(
+                f"Expected tensors with {argument}={config[argument]!r} in "
+                f"{file.path}, as {name} says; received: {size}"
+            )
 
 
 def numbered(file, prefix: str) -> int:
@@ -104,7 +168,6 @@ def square_grid(num_positions: int, class_token: bool, where: str) -> int:
 def layer_scale_argument(
     file, names: BlockNames, block: str, value: float | None
 ) -> dict:
-    """Returns the LayerScale argument, if the block has one."""
     if not names.has_scale(file, block):
         return {}
     return {"layer_scale_initial_value": float(value or _LAYER_SCALE)}
@@ -117,6 +180,22 @@ def patch_arguments(kernel_shape: tuple) -> dict:
     return {"patch_size": size, "hidden_dim": dim}
 
 
+def mixer_arguments(
+    kernel_shape: tuple, grid: int, num_layers: int, mlp_dims: tuple, activation: str
+) -> dict:
+    """Returns a `MixerBackbone`'s arguments; `mlp_dims` are of tokens and channels."""
+    height, width, channels, _ = kernel_shape
+    return {
+        "image_shape": (grid * height, grid * width, channels),
+        **patch_arguments(kernel_shape),
+        "num_layers": num_layers,
+        "token_mlp_dim": mlp_dims[0],
+        "mlp_dim": mlp_dims[1],
+        "activation": activation,
+        "layer_norm_epsilon": 1e-6,
+    }
+
+
 # Image-text models
 
 # From activation names in transformers' and OpenCLIP's configs to this library's.
@@ -125,6 +204,13 @@ ACTIVATIONS = {
     "quick_gelu": "quick_gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+}
+# What GPT-2 has among the arguments of a `DecoderBackbone`.
+GPT2 = {
+    "positions": "learned",
+    "norm": "layer",
+    "use_bias": True,
+    "gated_mlp": False,
 }
 LOGIT_NAMES = ("logit_scale", "logit_bias")
 _REASONS = {
@@ -136,7 +222,6 @@ POSITION_IDS = "the numbers 0, 1, 2, ..."
 
 
 def activation_of(name: str | None, file: Any, overrides: dict) -> Any:
-    """Returns the activation of a CLIP or SigLIP tower."""
     if "activation" in overrides:
         return overrides["activation"]
     if name not in ACTIVATIONS:
@@ -179,7 +264,6 @@ def image_tower_arguments(
 def text_tower_arguments(
     file: Any, names: TowerNames, overrides: dict, **settings: Any
 ) -> dict:
-    """Infers the arguments of a text tower; for `settings` see `_block_arguments`."""
     vocabulary_size, hidden_dim = required(file, names.tokens, 2)
     return {
         "vocabulary_size": vocabulary_size,
@@ -200,7 +284,6 @@ def _block_arguments(
     epsilon: float,
     layer_scale: float | None = None,
 ) -> dict:
-    """Returns the arguments of blocks, given what the source's config says."""
     mlp = f"{names.blocks}0.{names.block.mlp[0]}weight"
     num_heads = num_heads or overrides.get("num_heads")
     return {
@@ -213,10 +296,44 @@ def _block_arguments(
     }
 
 
+def towers_spec(
+    file: Any, config: dict, overrides: dict, tower: str | None, makers: dict
+) -> ConversionSpec | None:
+    """Returns the spec of a CLIP or SigLIP, or of one tower; None without towers."""
+    if not makers:
+        return None
+    if tower is not None and tower not in makers:
+        raise ValueError(
+            f"Expected weights with the {tower} tower of a CLIP or SigLIP; received: "
+            f"only the {' and '.join(makers)} tower in {file.path}"
+        )
+    if tower is not None and len(makers) > 1:
+        return makers[tower](file, config, overrides)
+    if len(makers) == 1:
+        ((tower, make_spec),) = makers.items()
+        spec = make_spec(file, config, overrides)
+        other, parts = "image", {"vision_config", "vision_cfg"}
+        if tower == "image":
+            other, parts = "text", {"text_config", "text_cfg"}
+        if parts & config.get("model_cfg", config).keys():
+            spec.notes += (
+                f"the {other} tower is missing: the model is the {tower} tower only",
+            )
+        return spec
+    specs = {
+        name: make_spec(file, config, {**overrides, **(overrides.get(name) or {})})
+        for name, make_spec in makers.items()
+    }
+    return pair_spec(file, **specs)
+
+
 def pair_spec(
-    file: Any, image: ConversionSpec, text: ConversionSpec, log_scale: str, bias: str
+    file: Any,
+    image: ConversionSpec,
+    text: ConversionSpec,
+    log_scale: str | None = LOGIT_NAMES[0],
+    bias: str | None = LOGIT_NAMES[1],
 ) -> ConversionSpec:
-    """Returns the spec of a `CLIPBackbone` from its towers' specs."""
     task = dict(image.task_arguments or {})
     pooling = task.pop("pooling", None)
     size = task.pop("num_classes", image.arguments["hidden_dim"])
@@ -238,7 +355,7 @@ def pair_spec(
     else:
         shared = _projections(rules, text_arguments, size)
     for path, name in (("log_scale", log_scale), ("bias", bias)):
-        if name in file:
+        if name is not None and name in file:
             rules[f"logit_scale/{path}"] = Scalar(name, shape=file[name].shape)
     text_arguments.pop("dtype", None)
     if "dtype" in image_arguments:
@@ -246,7 +363,8 @@ def pair_spec(
     used = {name for rule in rules.values() for name in rule.names}
     left = {**image.ignored, **text.ignored}
     return ConversionSpec(
-        image.scheme,
+        image.library,
+        image.architecture,
         "CLIPBackbone",
         {
             "image": image_arguments,

@@ -2,10 +2,9 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 from keras_moe._checks import check_one_of
-from keras_moe.models.conversion import _configs
-from keras_moe.models.conversion._configs import agree, class_names
 from keras_moe.models.conversion._rules import (
     BlockNames,
     Direct,
@@ -19,7 +18,12 @@ from keras_moe.models.conversion._rules import (
 )
 from keras_moe.models.conversion._spec import (
     ConversionSpec,
+    Library,
+    agree,
+    interpolation,
     layer_scale_argument,
+    mixer_arguments,
+    normalization,
     numbered,
     patch_arguments,
     required,
@@ -27,6 +31,7 @@ from keras_moe.models.conversion._spec import (
     usual_heads,
 )
 
+_TIMM = Library("timm", "as its model card says (mostly Apache-2.0)")
 # Supported arguments.
 _ARGUMENTS = (
     "act_layer", "class_token", "depth", "dynamic_img_size", "embed_dim", "fc_norm",
@@ -64,10 +69,13 @@ _HEADS = {"vit_base_patch16_gap_224": 16, "vit_giantopt_": 16, "test_vit": 2}
 _ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu")
 # timm's default `crop_pct`.
 _CROP = 0.875
+# transformers' placeholder names.
+_NO_NAME = re.compile(r"LABEL_\d+")
 
 
-def timm_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
-    """Returns the spec of a timm model; None for other names."""
+def timm_spec(
+    file, config: dict, overrides: dict, tower: str | None = None
+) -> ConversionSpec | None:
     is_mixer = "blocks.0.mlp_tokens.fc1.weight" in file
     if f"{_MIXER_PATCHES if is_mixer else _VIT_PATCHES}weight" not in file:
         return None
@@ -82,7 +90,7 @@ def timm_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
         )
     spec = _mixer_spec(file, config) if is_mixer else _vit_spec(file, config, overrides)
     arguments, notes = _preprocessing(config)
-    names = class_names(config, (spec.task_arguments or {}).get("num_classes"))
+    names = _class_names(config, (spec.task_arguments or {}).get("num_classes"))
     spec.preprocessing = {**arguments, "class_names": names}
     spec.notes += notes
     return spec
@@ -93,17 +101,28 @@ def image_normalization(config: dict, channels: int) -> Normalization | None:
     cfg = config.get("pretrained_cfg", {})
     images = {"image_mean": cfg.get("mean"), "image_std": cfg.get("std")}
     preprocessor = config.get("preprocessor", {})
-    return _configs.normalization(channels, {**preprocessor, **images})
+    return normalization(channels, {**preprocessor, **images})
 
 
 def _preprocessing(config):
-    """Returns arguments of `ImagePreprocessor`, and notes."""
     cfg = config.get("pretrained_cfg", {})
-    arguments, notes = _configs.interpolation(cfg.get("interpolation") or "bicubic")
+    arguments, notes = interpolation(cfg.get("interpolation") or "bicubic")
     squashes = cfg.get("crop_mode") == "squash"
     # Above 1 means padding: nothing is cropped.
     crop = min(float(cfg.get("crop_pct") or _CROP), 1.0)
     return {**arguments, "center_crop": None if squashes else crop}, notes
+
+
+def _class_names(config: dict, num_classes: int | None) -> list[str] | None:
+    """Returns timm's or transformers' class names, if complete."""
+    names = config.get("label_names")
+    names = names or config.get("pretrained_cfg", {}).get("label_names")
+    by_number = config.get("id2label")
+    if not names and by_number:
+        names = [by_number.get(str(i)) for i in range(len(by_number))]
+    if not names or len(names) != num_classes or None in names:
+        return None
+    return None if all(map(_NO_NAME.fullmatch, names)) else list(names)
 
 
 def _check_architecture(file, config):
@@ -199,7 +218,8 @@ def _vit_spec(file, config, overrides):
         task = None
     heads = settings.get("num_heads") or overrides.get("num_heads")
     return ConversionSpec(
-        "ViT (timm)",
+        _TIMM,
+        "ViT",
         "ViTBackbone",
         arguments,
         {**rules, **pooling_rules, **head},
@@ -274,9 +294,8 @@ def _lacks_class_row(file, arguments):
 
 
 def _pooling(file, pooling, arguments):
-    """Returns task arguments, and rules of final norm and pooling."""
     if pooling == "map":
-        task = {"pooling": "map"}
+        task: dict[str, Any] = {"pooling": "map"}
         if arguments["query_key_norm"]:
             # timm's pooling does not normalise queries and keys.
             task["pooling_query_key_norm"] = False
@@ -330,17 +349,12 @@ def _mixer_spec(file, config):
         rules.update(_mlp(f"{path}/token_mlp", f"{block}mlp_tokens."))
         rules.update(_mlp(f"{path}/mlp", f"{block}mlp_channels."))
     head, task = _head(file)
-    arguments = {
-        "image_shape": (grid * height, grid * width, channels),
-        **patch_arguments((height, width, channels, hidden_dim)),
-        "num_layers": num_layers,
-        "token_mlp_dim": token_mlp,
-        "mlp_dim": required(file, "blocks.0.mlp_channels.fc1.weight", 2)[0],
-        "activation": "gelu",
-        "layer_norm_epsilon": 1e-6,
-    }
+    mlp_dim, _ = required(file, "blocks.0.mlp_channels.fc1.weight", 2)
+    kernel_shape, mlp_dims = (height, width, channels, hidden_dim), (token_mlp, mlp_dim)
+    arguments = mixer_arguments(kernel_shape, grid, num_layers, mlp_dims, "gelu")
     return ConversionSpec(
-        "MLP-Mixer (timm)",
+        _TIMM,
+        "MLP-Mixer",
         "MixerBackbone",
         arguments,
         {**rules, **head},

@@ -1,9 +1,7 @@
-"""Converts transformers' CLIP and SigLIP, in both directions."""
+"""Converts transformers' CLIP, SigLIP and DINOv2, in both directions."""
 
 from typing import Any
 
-from keras_moe.models.conversion import _configs
-from keras_moe.models.conversion._configs import CLIP_IMAGES
 from keras_moe.models.conversion._rules import (
     BlockNames,
     Direct,
@@ -20,20 +18,29 @@ from keras_moe.models.conversion._rules import (
     without_projection,
 )
 from keras_moe.models.conversion._spec import (
+    CLIP_IMAGES,
     LOGIT_NAMES,
     POSITION_IDS,
+    TRANSFORMERS,
     ConversionSpec,
+    agree,
     ignored,
     image_tower_arguments,
+    interpolation,
+    normalization,
     required,
     text_tower_arguments,
+    towers_spec,
 )
 
 CONFIG_NAME = "config.json"
-MODEL_TYPES = tuple(
-    f"{model}{tower}"
-    for model in ("clip", "siglip", "siglip2")
-    for tower in ("", "_vision_model", "_text_model")
+MODEL_TYPES = (
+    "dinov2",
+    *(
+        f"{model}{tower}"
+        for model in ("clip", "siglip", "siglip2")
+        for tower in ("", "_vision_model", "_text_model")
+    ),
 )
 # Defaults that configs omit.
 _CLIP_TEXT = {
@@ -73,12 +80,69 @@ _TEXT = TowerNames(
     tokens="embeddings.token_embedding.weight",
 )
 _IMAGE_ROOT, _TEXT_ROOT = "vision_model.", "text_model."
+_DINOV2 = TowerNames(
+    blocks="encoder.layer.",
+    block=BlockNames(
+        norms=("norm1.", "norm2."),
+        mlp=("mlp.fc1.", "mlp.fc2."),
+        queries=tuple(
+            f"attention.attention.{name}." for name in ("query", "key", "value")
+        ),
+        output="attention.output.dense.",
+        scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
+    ),
+    positions="embeddings.position_embeddings",
+    final_norm="layernorm.",
+    patches="embeddings.patch_embeddings.projection.",
+    class_token="embeddings.cls_token",
+    embedding_norm="embeddings.norm.",
+)
+_DINOV2_SCALE = "encoder.layer.0.layer_scale1.lambda1"
+_DINOV2_HEAD = "of a head on the class token and the mean of the patches"
+_DINOV2_IMAGES = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
-def transformers_towers(file) -> dict:
-    """Returns functions that create the specs of a file's towers."""
+def transformers_spec(
+    file, config: dict, overrides: dict, tower: str | None = None
+) -> ConversionSpec | None:
+    root = next((x for x in ("", "dinov2.") if f"{x}{_DINOV2_SCALE}" in file), None)
+    if root is not None:
+        return _dinov2_spec(file, root, config, overrides)
     makers = {"image": _image_spec, "text": _text_spec}
-    return {k: make for k, make in makers.items() if _root(file, k) is not None}
+    makers = {k: make for k, make in makers.items() if _root(file, k) is not None}
+    return towers_spec(file, config, overrides, tower, makers)
+
+
+def _dinov2_spec(file, root, config, overrides):
+    names = _DINOV2.under(root)
+    arguments = image_tower_arguments(
+        file,
+        names,
+        overrides,
+        axes=3,
+        num_heads=config.get("num_attention_heads"),
+        activation=config.get("hidden_act", "gelu"),
+        epsilon=config.get("layer_norm_eps", 1e-6),
+        layer_scale=config.get("layerscale_value", 1.0),
+    )
+    _check_sizes(file, config, arguments)
+    preprocessor = config.get("preprocessor", {})
+    images = normalization(arguments["image_shape"][2], preprocessor, _DINOV2_IMAGES)
+    bias = f"{names.patches}bias"
+    image_arguments, notes = _preprocessing(preprocessor, crops=True)
+    return ConversionSpec(
+        TRANSFORMERS,
+        "DINOv2",
+        "ViTBackbone",
+        arguments,
+        image_tower_rules(names, arguments, images, bias, axes=0),
+        ignored={
+            f"{root}embeddings.mask_token": "of the pretraining",
+            **dict.fromkeys(("classifier.weight", "classifier.bias"), _DINOV2_HEAD),
+        },
+        notes=notes,
+        preprocessing=image_arguments,
+    )
 
 
 def _root(file, tower):
@@ -91,7 +155,7 @@ def _root(file, tower):
 
 
 def _image_spec(file, config, overrides):
-    root = _root(file, "image")
+    root = _root(file, "image") or ""
     names = _IMAGE.under(root)
     kernel = f"{names.patches}weight"
     if len(file[kernel].shape) == 2:
@@ -112,9 +176,9 @@ def _image_spec(file, config, overrides):
         activation=activation,
         epsilon=vision.get("layer_norm_eps", 1e-5 if is_clip else 1e-6),
     )
-    check_sizes(file, vision, arguments)
+    _check_sizes(file, vision, arguments)
     preprocessor = config.get("preprocessor", {})
-    images = _configs.normalization(
+    images = normalization(
         arguments["image_shape"][2], preprocessor, CLIP_IMAGES if is_clip else None
     )
     bias = f"{names.patches}bias"
@@ -130,9 +194,10 @@ def _image_spec(file, config, overrides):
         task = {"num_classes": arguments["hidden_dim"], "pooling": "map"}
     left = ignored(file, text=("text_model.", "text_projection."), logits=LOGIT_NAMES)
     left[f"{root}embeddings.position_ids"] = POSITION_IDS
-    image_arguments, notes = preprocessing(preprocessor, crops=is_clip)
+    image_arguments, notes = _preprocessing(preprocessor, crops=is_clip)
     return ConversionSpec(
-        "CLIP (transformers)" if is_clip else "SigLIP (transformers)",
+        TRANSFORMERS,
+        "CLIP" if is_clip else "SigLIP",
         "ViTBackbone",
         arguments,
         rules,
@@ -143,17 +208,16 @@ def _image_spec(file, config, overrides):
     )
 
 
-def check_sizes(file: Any, config: dict, arguments: dict) -> None:
+def _check_sizes(file, config, arguments):
     """Raises ValueError if the config is that of another model."""
     sizes = {
         "hidden_size": arguments["hidden_dim"],
         "num_hidden_layers": arguments["num_layers"],
     }
-    _configs.agree(file, config, CONFIG_NAME, **sizes)
+    agree(file, config, CONFIG_NAME, **sizes)
 
 
 def _pooler_rules(head: str) -> dict:
-    """Rules of SigLIP's attention pooling."""
     return {
         "pooler/probe": Direct(f"{head}probe"),
         **norm("pooler/norm", f"{head}layernorm."),
@@ -167,9 +231,9 @@ def _pooler_rules(head: str) -> dict:
     }
 
 
-def preprocessing(preprocessor: dict, crops: bool) -> tuple[dict, tuple[str, ...]]:
+def _preprocessing(preprocessor, crops):
     """Returns arguments of `ImagePreprocessor`, and notes; `crops` is a default."""
-    arguments, notes = _configs.interpolation(preprocessor.get("resample", 3))
+    arguments, notes = interpolation(preprocessor.get("resample", 3))
     size = preprocessor.get("size")
     squashes = not crops
     if size:
@@ -192,7 +256,7 @@ def _edge(size):
 
 
 def _text_spec(file, config, overrides):
-    root = _root(file, "text")
+    root = _root(file, "text") or ""
     names = _TEXT.under(root)
     is_siglip = f"{root}head.weight" in file
     text = config.get("text_config")
@@ -209,7 +273,7 @@ def _text_spec(file, config, overrides):
         activation=settings.get("hidden_act"),
         epsilon=settings.get("layer_norm_eps", defaults["layer_norm_eps"]),
     )
-    check_sizes(file, text, arguments)
+    _check_sizes(file, text, arguments)
     rules, notes = text_tower_rules(names, arguments), ()
     projection = f"{root}head.weight" if is_siglip else "text_projection.weight"
     if projection in file:
@@ -228,7 +292,8 @@ def _text_spec(file, config, overrides):
     )
     left[f"{root}embeddings.position_ids"] = POSITION_IDS
     return ConversionSpec(
-        "SigLIP (transformers)" if is_siglip else "CLIP (transformers)",
+        TRANSFORMERS,
+        "SigLIP" if is_siglip else "CLIP",
         "TextBackbone",
         arguments,
         rules,
@@ -265,13 +330,15 @@ def _end_of_text(settings, vocabulary_size, file, overrides):
 
 
 def transformers_files(model: Any) -> tuple[dict, dict[str, Any]]:
-    """Returns the tensors and JSON files of an `ExportedModel`."""
     image, text = model.towers.get("image"), model.towers.get("text")
-    is_clip = text.config["causal"] if image is None else image.config["class_token"]
+    own = (image or text).config
+    if text is None and own["layer_scale_initial_value"]:
+        return _dinov2_files(model)
+    is_clip = own["causal" if image is None else "class_token"]
     tensors, configs, files = {}, {}, {}
     if image is not None:
         tensors, configs["vision"], image_range = _exported_image(image, is_clip)
-        files["preprocessor_config.json"] = exported_preprocessor(
+        files["preprocessor_config.json"] = _exported_preprocessor(
             model.preprocessor,
             configs["vision"]["image_size"],
             image_range,
@@ -299,7 +366,7 @@ def _tower_config(tower):
     }
 
 
-def image_config(tower: Any, kind: str) -> dict:
+def _image_config(tower, kind):
     """Returns the entries of an image tower's config that CLIP and DINOv2 share."""
     return {
         **_tower_config(tower),
@@ -326,7 +393,7 @@ def _exported_image(tower, is_clip):
     )
     config = {
         "model_type": "clip_vision_model" if is_clip else "siglip_vision_model",
-        **image_config(tower, kind),
+        **_image_config(tower, kind),
         "intermediate_size": tower.config["mlp_dim"],
     }
     names = _IMAGE.under(_IMAGE_ROOT)
@@ -407,13 +474,7 @@ def _exported_config(configs, is_clip):
     return content
 
 
-def exported_preprocessor(
-    preprocessor: Any,
-    side: int,
-    image_range: Normalization,
-    name: str,
-    crop: float | None,
-) -> dict:
+def _exported_preprocessor(preprocessor, side, image_range, name, crop):
     """Returns a `preprocessor_config.json`; `crop` is a default."""
     crop = getattr(preprocessor, "center_crop", crop)
     interpolation = getattr(preprocessor, "interpolation", "bicubic")
@@ -436,3 +497,38 @@ def exported_preprocessor(
         "do_center_crop": True,
         "crop_size": {"height": side, "width": side},
     }
+
+
+def _dinov2_files(model):
+    kind = "transformers' DINOv2"
+    tower = model.towers["image"]
+    config = tower.config
+    tower.check(
+        kind,
+        position_embedding="learned",
+        query_key_norm=False,
+        final_norm=True,
+        embedding_norm=False,
+        class_token=True,
+        image_pooling=None,
+    )
+    if config["mlp_dim"] % config["hidden_dim"]:
+        raise ValueError(
+            f"Expected an mlp_dim that hidden_dim={config['hidden_dim']} divides for "
+            f"{kind}; received: mlp_dim={config['mlp_dim']}"
+        )
+    content = {
+        "architectures": ["Dinov2Model"],
+        "model_type": "dinov2",
+        "dtype": "float32",
+        **_image_config(tower, kind),
+        "mlp_ratio": config["mlp_dim"] // config["hidden_dim"],
+        "layerscale_value": config["layer_scale_initial_value"],
+        "use_mask_token": False,
+    }
+    rules = image_tower_rules(_DINOV2, config, bias=f"{_DINOV2.patches}bias", axes=0)
+    images = _exported_preprocessor(
+        model.preprocessor, content["image_size"], tower.images, "Bit", crop=1.0
+    )
+    files = {CONFIG_NAME: content, "preprocessor_config.json": images}
+    return tensors_of(rules, tower.values, kind), files

@@ -80,11 +80,11 @@ class VMoECheckpoint(PublishedTensors):
             part = array[(..., *(slice(*bounds) for bounds in chunk.bounds))]
             # No copy if the part is contiguous.
             values = part if part.flags.c_contiguous else np.empty_like(part)
-            target = memoryview(values.reshape(-1).view("uint8"))
+            target = values.reshape(-1).view("uint8").data
             with open_regular(chunk.shard) as stream:
                 for offset, size in chunk.pieces:
                     stream.seek(offset)
-                    stream.readinto(target[:size])
+                    stream.readinto(target[:size])  # pyright: ignore[reportAttributeAccessIssue]
                     target = target[size:]
             if values is not part:
                 part[...] = values
@@ -134,7 +134,6 @@ def _leaves(tree, parent):
 
 
 def _bounds(packed):
-    """Returns (start, stop) per axis of a packed slice."""
     unpackb = _msgpack().unpackb
     return [tuple(unpackb(part)[:2]) for part in unpackb(packed)]
 

@@ -19,12 +19,6 @@ from keras_moe.losses import AuxiliaryLoss
 from keras_moe.routers import TokenChoiceRouter
 
 
-class _Shared:
-    """The padding mask, which only decoder layers are given."""
-
-    mask = None
-
-
 class ReplacedFeedForward(keras.layers.Layer):
     """A mixture instead of a KerasHub block, which returns the router's logits, too."""
 
@@ -52,22 +46,6 @@ class ReplacedFeedForward(keras.layers.Layer):
         outputs = keras.KerasTensor(tokens.shape, self.compute_dtype)
         logits = keras.KerasTensor((None, self.moe.router.num_experts), "float32")
         return outputs, logits
-
-
-def _is_language_model(model: Any) -> bool:
-    """Whether a model is one of KerasHub's that generate text, or its backbone."""
-    backbone = getattr(model, "backbone", model)
-    return (
-        isinstance(backbone, keras_hub.models.Backbone)
-        and not type(backbone).__module__.startswith("keras_moe")
-        and hasattr(backbone, "transformer_layers")
-        and hasattr(backbone, "token_embedding")
-    )
-
-
-def _decoder_layers(model: Any) -> list[keras.layers.Layer]:
-    """The decoder layers of a KerasHub language model."""
-    return list(getattr(model, "backbone", model).transformer_layers)
 
 
 def _put(decoder, name, experts, dim):
@@ -146,7 +124,13 @@ def replace_moe(model: Any) -> Any:
     >>> np.allclose(before, after, atol=1e-5)
     True
     """
-    decoders = _decoder_layers(model) if _is_language_model(model) else []
+    backbone, decoders = getattr(model, "backbone", model), []
+    if (
+        isinstance(backbone, keras_hub.models.Backbone)
+        and not type(backbone).__module__.startswith("keras_moe")
+        and hasattr(backbone, "token_embedding")
+    ):
+        decoders = getattr(backbone, "transformer_layers", [])
     blocks = [_compat.expert_block(decoder) for decoder in decoders]
     if not any(name for name, _ in blocks):
         raise ValueError(
@@ -160,7 +144,8 @@ def replace_moe(model: Any) -> Any:
             "optimizer has no state of the old layers: compile it again; received: "
             f"{type(model).__name__} with a built optimizer"
         )
-    between = _Shared()
+    # The padding mask, which only decoder layers are given.
+    between = types.SimpleNamespace(mask=None)
     for decoder, (name, block) in zip(decoders, blocks):
         if name is not None:
             _replace_block(decoder, name, block, between)

@@ -7,7 +7,7 @@ import functools
 import math
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -22,15 +22,6 @@ from keras_moe.models.conversion._rules import Filled, PatchKernel
 from keras_moe.models.conversion._spec import ConversionSpec
 
 KERNEL, POSITIONS = "patch_embedding/kernel", "position_embedding/embedding"
-_GOOGLE, _PER_MODEL = "Apache-2.0", "as its model card says"
-_LICENCES = {
-    "(Google)": _GOOGLE,
-    "(timm)": f"{_PER_MODEL} (mostly Apache-2.0)",
-    "(OpenCLIP)": f"{_PER_MODEL} (OpenAI's: MIT)",
-    "(transformers)": f"{_PER_MODEL} (OpenAI's: MIT)",
-    "(SkyworkAI)": _PER_MODEL,
-    "(KerasHub)": f"{_PER_MODEL} (per preset)",
-}
 
 
 class ConvertedWeight(NamedTuple):
@@ -54,8 +45,9 @@ class ConversionReport(NamedTuple):
 
     Attributes:
         source: name of the source.
-        scheme: naming scheme, which identifies the publisher.
-        licence: licence of the weights, where the scheme implies it.
+        scheme: naming scheme, such as "ViT (timm)".
+        library: publisher of the weights, or the library that reads them.
+        licence: licence of the weights, where the library implies it.
         backbone: class of the backbone.
         arguments: arguments of the backbone in the source.
         weights: list of `ConvertedWeight`.
@@ -67,6 +59,7 @@ class ConversionReport(NamedTuple):
 
     source: str
     scheme: str
+    library: str
     licence: str
     backbone: str
     arguments: dict
@@ -118,7 +111,6 @@ class _ImageSizes(NamedTuple):
 
     @classmethod
     def of(cls, config: dict) -> "_ImageSizes | None":
-        """Reads the sizes from a backbone's arguments; None without images."""
         prefix = ""
         if isinstance(config.get("image"), dict):
             prefix, config = "image/", config["image"]
@@ -136,7 +128,6 @@ class _ImageSizes(NamedTuple):
         )
 
     def shape_of(self, path: str, shape: tuple) -> tuple:
-        """Returns the shape of a weight in a tower of these sizes."""
         if path == self.prefix + KERNEL:
             return (*self.patch_size, self.channels, shape[3])
         if path == self.prefix + POSITIONS:
@@ -195,11 +186,12 @@ class PublishedWeights:
         file, spec = self.file, self.spec
         sizes = _ImageSizes.of(spec.arguments)
         steps, new, ignored = self._match(model, sizes)
-        target = _ImageSizes.of(getattr(model, "backbone", model).get_config())
+        backbone: Any = getattr(model, "backbone", model)
+        target = _ImageSizes.of(backbone.get_config())
         done, nbytes = [], 0
-        for number, (weight, rule, shape) in enumerate(
-            steps if self.load_weights else ()
-        ):
+        if not self.load_weights:
+            steps = []
+        for number, (weight, rule, shape) in enumerate(steps):
             if progress is not None:
                 progress(number, len(steps), weight.path)
             how = self._fill(weight, rule, shape, sizes, target)
@@ -208,8 +200,9 @@ class PublishedWeights:
             done.append(ConvertedWeight(weight.path, tuple(weight.shape), sources, how))
         return ConversionReport(
             self.source,
-            spec.scheme,
-            next(x for end, x in _LICENCES.items() if spec.scheme.endswith(end)),
+            f"{spec.architecture} ({spec.library.name})",
+            spec.library.name,
+            spec.library.licence,
             spec.backbone,
             spec.arguments,
             done,
@@ -220,7 +213,6 @@ class PublishedWeights:
         )
 
     def _fill(self, weight, rule, shape, sizes, target):
-        """Assigns a weight; returns the conversion steps."""
         how = ""
         if isinstance(rule, PatchKernel) and target.patch_size != sizes.patch_size:
             rule = dataclasses.replace(
@@ -298,7 +290,6 @@ class PublishedWeights:
 
 
 def _read(file, name):
-    """Reads a tensor; bfloat16 becomes float32."""
     array = file.read(name)
     return array.astype("float32") if array.dtype == "bfloat16" else array
 
@@ -306,7 +297,7 @@ def _read(file, name):
 def _check_tensor(file, name, expected, weight):
     info = file.get(name)
     shape = None if info is None else info.shape
-    if shape != tuple(expected):
+    if info is None or shape != tuple(expected):
         raise ValueError(
             f"Expected a tensor {name!r} of shape {tuple(expected)} for "
             f"{weight.path!r} in {file.path}; received: shape={shape}"

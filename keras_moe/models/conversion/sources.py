@@ -10,14 +10,7 @@ import keras_hub
 from keras_moe._checks import check_path
 from keras_moe._files import path_within
 from keras_moe.models._remote import check_file_exists, get_file, local, named_errors
-from keras_moe.models.conversion import (
-    _dinov2,
-    _gpt2,
-    _moepp,
-    _openclip,
-    _transformers,
-)
-from keras_moe.models.conversion._configs import read_object
+from keras_moe.models.conversion import _gpt2, _moepp, _openclip, _transformers
 from keras_moe.models.conversion._google import google_spec
 from keras_moe.models.conversion._keras_hub import (
     CLASSES,
@@ -30,8 +23,9 @@ from keras_moe.models.conversion._readers import (
     PublishedTensors,
     SafetensorsCheckpoint,
     read_index,
+    read_object,
 )
-from keras_moe.models.conversion._spec import LOGIT_NAMES, ConversionSpec, pair_spec
+from keras_moe.models.conversion._spec import ConversionSpec
 from keras_moe.models.conversion._timm import timm_spec
 from keras_moe.models.conversion._vmoe_checkpoint import (
     VMoECheckpoint,
@@ -42,6 +36,20 @@ from keras_moe.models.preprocessing._byte_pairs import TOKENIZER_FILES
 from keras_moe.models.preprocessing.tokenizer import GPT2_FILES, TextTokenizer
 from keras_moe.models.saving._preset_folder import check_files
 
+# Each returns the spec of a checkpoint whose names it knows, or None.
+_SOURCES = (
+    google_spec,
+    timm_spec,
+    _moepp.moepp_spec,
+    _gpt2.gpt2_spec,
+    _transformers.transformers_spec,
+    _openclip.openclip_spec,
+)
+_MODEL_TYPES = (
+    *_transformers.MODEL_TYPES,
+    *_moepp.MODEL_TYPES,
+    *_gpt2.MODEL_TYPES,
+)
 _VMOE_BUCKET = "gs://vmoe_checkpoints/"
 # Reading these formats executes code in them.
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npy")
@@ -86,41 +94,36 @@ def open_source(
     text = os.fspath(source)
     if kind in ("npz", "vmoe") and os.path.isdir(text):
         # A V-MoE checkpoint and a folder may share a name.
-        text = text if os.path.isfile(f"{text}.index") else _only_checkpoint(text)
+        text = (
+            text if os.path.isfile(f"{text}.index") else _only_checkpoint(text) or text
+        )
     config = {}
     if kind == "npz":
-        file, name = NpzCheckpoint(local(text)), Path(text).stem
+        file = NpzCheckpoint(local(text))
     elif kind == "vmoe":
-        prefix = text.removesuffix(".index")
-        file, name = VMoECheckpoint(_local_vmoe(prefix)), Path(prefix).name
+        file = VMoECheckpoint(_local_vmoe(text.removesuffix(".index")))
     elif kind == "safetensors":
         if "://" not in text:
             config = _configs(str(Path(text).parent))
         path = local(text)
-        files = [get_file(str(Path(path).parent), x) for x in _listed(path)]
-        file, name = SafetensorsCheckpoint(path, files), Path(text).stem
+        file = _safetensors(path, str(Path(path).parent))
     else:
         file, config = open_folder(text)
-        name = text
     # A tokenizer is beside a local file.
     folder = text if kind == "folder" else str(Path(file.path).parent)
     try:
-        spec = (
-            google_spec(file, name, overrides, tower)
-            or timm_spec(file, config, overrides)
-            or _dinov2.dinov2_spec(file, config, overrides)
-            or _moepp.moepp_spec(file, config, overrides)
-            or _gpt2.gpt2_spec(file, config, overrides)
-            or _clip_spec(file, config, overrides, tower, folder)
-        )
+        specs = (find(file, config, overrides, tower) for find in _SOURCES)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is None:
             raise ValueError(
                 "Expected the names of a ViT, V-MoE, Soft MoE, MLP-Mixer, CLIP, "
                 f"SigLIP, DINOv2, MoE++ or GPT-2; received: {len(file)} tensors such "
                 f"as {sorted(file)[:3]} in {file.path}"
             )
-        if kind == "folder" and spec.scheme.startswith("GPT-2"):
+        if spec.architecture == "GPT-2" and kind == "folder":
             spec.tokenizer = _gpt2_tokenizer(text, spec)
+        elif spec.backbone == "CLIPBackbone":
+            spec.tokenizer = _clip_tokenizer(folder, spec, config)
     except BaseException as error:
         file.close()
         kinds = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -135,7 +138,6 @@ def open_source(
 
 
 def _gpt2_tokenizer(folder, spec):
-    """Returns the tokenizer in a folder of GPT-2, or None with a note."""
     if all(check_file_exists(folder, name) for name in GPT2_FILES):
         files = [get_file(folder, name) for name in GPT2_FILES]
         return TextTokenizer.gpt2(*files, max_length=spec.arguments["max_length"])
@@ -143,57 +145,20 @@ def _gpt2_tokenizer(folder, spec):
     return None
 
 
-def _clip_spec(file, config, overrides, tower, folder):
-    """Returns the spec of a CLIP or SigLIP, or one tower; None for other names."""
-    towers = _transformers.transformers_towers(file) | _openclip.openclip_towers(file)
-    if not towers:
-        return None
-    if tower is not None and tower not in towers:
-        raise ValueError(
-            f"Expected weights with the {tower} tower of a CLIP or SigLIP; received: "
-            f"only the {' and '.join(towers)} tower in {file.path}"
-        )
-    if tower is not None and len(towers) > 1:
-        return towers[tower](file, config, overrides)
-    if len(towers) == 1:
-        ((tower, make_spec),) = towers.items()
-        spec = make_spec(file, config, overrides)
-        spec.notes += _missing_tower(tower, config)
-        return spec
-    specs = {
-        name: make_spec(file, config, {**overrides, **(overrides.get(name) or {})})
-        for name, make_spec in towers.items()
-    }
-    spec = pair_spec(file, **specs, log_scale=LOGIT_NAMES[0], bias=LOGIT_NAMES[1])
+def _clip_tokenizer(folder, spec, config):
     text, openclip = spec.arguments["text"], config.get("model_cfg", config)
     # Texts of SigLIP are not causal; some of OpenCLIP's have another tokenizer.
-    is_clip = "hf_tokenizer_name" not in openclip.get("text_cfg", {})
-    if is_clip and text.get("causal", True):
-        spec.tokenizer = _tokenizer(folder, text["max_length"])
-    return spec
-
-
-def _tokenizer(folder, max_length):
-    """Returns the tokenizer in a CLIP's folder or repository, or None."""
-    for names in TOKENIZER_FILES:
+    if "hf_tokenizer_name" in openclip.get("text_cfg", {}):
+        return None
+    for names in TOKENIZER_FILES if text.get("causal", True) else ():
         if all(check_file_exists(folder, name) for name in names):
             paths = [get_file(folder, name) for name in names]
             try:
-                return TextTokenizer.clip(os.path.dirname(paths[0]), max_length)
+                return TextTokenizer.clip(os.path.dirname(paths[0]), text["max_length"])
             except ValueError:
                 # Some CLIPs have a tokenizer of another kind.
                 return None
     return None
-
-
-def _missing_tower(tower, config):
-    """Returns a note if the config describes two towers."""
-    other, parts = "image", {"vision_config", "vision_cfg"}
-    if tower == "image":
-        other, parts = "text", {"text_config", "text_cfg"}
-    if not parts & config.get("model_cfg", config).keys():
-        return ()
-    return (f"the {other} tower is missing: the model is the {tower} tower only",)
 
 
 # Kinds of sources
@@ -251,17 +216,12 @@ def _folder_kind(folder):
         package, _, name = str(config["registered_name"]).rpartition(">")
         names = [cls.__name__ for cls in CLASSES]
         return "hub" if package == "keras_hub" and name in names else None
-    model_types = (
-        *_transformers.MODEL_TYPES,
-        *_dinov2.MODEL_TYPES,
-        *_moepp.MODEL_TYPES,
-        *_gpt2.MODEL_TYPES,
+    is_known = (
+        {"vision_config", "architecture"} & config.keys()
+        or config.get("model_type") in _MODEL_TYPES
+        or check_file_exists(folder, _openclip.CONFIG_NAME)
     )
-    if {"vision_config", "architecture"} & config.keys():
-        return "folder"
-    if config.get("model_type") in model_types:
-        return "folder"
-    if check_file_exists(folder, _openclip.CONFIG_NAME):
+    if is_known:
         return "folder"
     # For a local file without a config, the names may be enough.
     if "://" in folder or config:
@@ -313,14 +273,13 @@ def open_folder(folder: str) -> tuple[SafetensorsCheckpoint, dict]:
     config, name = _configs(folder), _weights_file(folder)
     if name is None:
         raise _pickle(f"{folder}, which has no .safetensors")
-    path = get_file(folder, name)
-    files = [get_file(folder, file) for file in _listed(path)]
-    return SafetensorsCheckpoint(path, files), config
+    return _safetensors(get_file(folder, name), folder), config
 
 
-def _listed(path):
-    """Returns the files in an index; none for a single file."""
-    return read_index(path) if path.endswith(_INDEX) else []
+def _safetensors(path, folder):
+    """Opens a file, or the files of the folder that an index lists."""
+    names = read_index(path) if path.endswith(_INDEX) else []
+    return SafetensorsCheckpoint(path, [get_file(folder, name) for name in names])
 
 
 def hub_model(source: Any, load_weights: bool = True) -> keras.Model:
