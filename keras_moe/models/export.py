@@ -1,7 +1,7 @@
 """Exports weights in other libraries' formats, atomically. Axes: D hidden."""
 
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np

@@ -274,7 +274,6 @@ COUNTED = {
     "MultilinearExperts": lambda: layers.MultilinearExperts(10, 4, rank=3),
     "plain Attention": lambda: layers.Attention(**HEADS),
     "no biases": lambda: layers.Attention(**HEADS, use_bias=False),
-    "Attention": lambda: layers.Attention(**HEADS),
     "grouped Attention": lambda: layers.Attention(
         **HEADS, num_key_value_heads=1, use_bias=False, query_key_norm="rms"
     ),
@@ -355,7 +354,6 @@ def test_every_public_layer_is_checked():
     assert public == {type(make()) for make in (*MAKERS.values(), *COUNTED.values())}
     # These take weights beside their input: an MoE layer and MuMoE have them.
     public -= {layers.ZeroComputationExperts, layers.MultilinearExperts}
-    # Between them goes a mask, and its weights have no part in its output: both have
-    # tests of their own.
-    public -= {layers.Attention, layers.LogitScale}
+    # Its weights have no part in its output: see test_logit_scale.py.
+    public -= {layers.LogitScale}
     assert public == {type(make()) for make in MAKERS.values()}
