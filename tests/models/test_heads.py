@@ -13,8 +13,8 @@ from tests.small_models import SMALL, images, with_weights
 to_numpy = ops.convert_to_numpy
 SHAPE = (16, 8, 2)
 RING = MuMoE(
-    3, (4, 2), "tr", (2, 3, 2, 4), "softmax", "layer", expert_noise=0.5,
-    edited_outputs=(1,),
+    3, (4, 2), "tr", (2, 3, 2, 4), activation="softmax", normalization="layer",
+    expert_noise=0.5, edited_outputs=(1,),
 )  # fmt: skip
 HEADS = {
     "final": {"head": RING, "output_activation": "softmax", "representation_dim": 6},
