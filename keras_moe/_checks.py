@@ -7,12 +7,13 @@ import itertools
 import numbers
 from collections.abc import Collection, Iterable, Sequence
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import keras
 import numpy as np
 
-from keras_moe._types import Config, Size, Tensor
+if TYPE_CHECKING:
+    from keras_moe._types import Config, Size, Tensor
 
 T = TypeVar("T")
 
@@ -184,7 +185,7 @@ def check_class_labels(
         )
 
 
-def check_mask(name: str, mask: Any, *shapes: Sequence) -> Tensor | None:
+def check_mask(name: str, mask: Any, *shapes: Sequence) -> "Tensor | None":
     """Returns `mask` as an array or tensor; it must have one of the shapes."""
     if mask is None:
         return None
@@ -246,7 +247,7 @@ def check_dtype(name: str, dtype: T) -> T:
     return dtype
 
 
-def check_initializer(name: str, value: object) -> keras.initializers.Initializer:
+def check_initializer(name: str, value: object) -> "keras.initializers.Initializer":
     """Returns an initializer given as object, name or config."""
     try:
         initializer: Any = keras.initializers.get(value)
@@ -258,7 +259,7 @@ def check_initializer(name: str, value: object) -> keras.initializers.Initialize
 
 
 def check_affinity(
-    affinity: Tensor, gates: Tensor, capacity: Size | None, mask: Tensor | None
+    affinity: "Tensor", gates: "Tensor", capacity: "Size | None", mask: "Tensor | None"
 ) -> None:
     """Validates the shapes of an allocation's arguments and a static capacity."""
     if len(affinity.shape) != 3 or tuple(gates.shape) != tuple(affinity.shape):
@@ -305,7 +306,7 @@ def argument_names(cls: type) -> list[str]:
     ]
 
 
-def argument_values(instance: object, base: type) -> Config:
+def argument_values(instance: object, base: type) -> "Config":
     """Returns the attributes named like constructor arguments of classes below `base`.
 
     A subclass may store an argument elsewhere, and add it to the config.

@@ -14,7 +14,14 @@ T = TypeVar("T")
 
 
 def process_shard() -> tuple[int, int]:
-    """Returns JAX's process index and count, or (0, 1), as data pipelines' `shard`."""
+    """Returns JAX's process index and count, or (0, 1), as `shard` of data pipelines.
+
+    Example:
+
+    >>> from keras_moe.data import process_shard
+    >>> process_shard()
+    (0, 1)
+    """
     if keras.backend.backend() != "jax":
         return 0, 1
     from keras_moe._backends.jax import process_shard as shard
