@@ -51,7 +51,6 @@ OF_CAPTIONS = ("retrieval", "contrastive_accuracy")
 OF_CLASSES = ("zero_shot", "few_shot")
 OF_TEXTS = ("perplexity",)
 # Images that contrastive accuracy compares with each other.
-CONTRASTIVE_BATCH = 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,6 +106,11 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
         help="The names of the classes in the order of the labels, or imagenet; by "
         "default those of the data.",
     )
+    batch = (
+        "The number of images that contrastive_accuracy compares with each other, or "
+        "all if the data has fewer."
+    )
+    add_count(pairs, "--contrastive-batch", batch, 1024)
     add_data_options(pairs)
 
 
@@ -411,7 +415,7 @@ def evaluate_pairs(
         )
         with keras_moe.data.reading_errors():
             pairs = evaluation.encode_pairs(model, shown(batches, examples.split), size)
-        figures = caption_figures(pairs, metrics)
+        figures = caption_figures(pairs, metrics, args.contrastive_batch)
     if not {*metrics} & {*OF_CLASSES}:
         return figures
     encoder = model.backbone.encoder("image")
@@ -435,7 +439,9 @@ def evaluate_pairs(
     return figures
 
 
-def caption_figures(pairs: "PairEmbeddings", metrics: Sequence[str]) -> dict:
+def caption_figures(
+    pairs: "PairEmbeddings", metrics: Sequence[str], contrastive_batch: int
+) -> dict:
     from keras_moe.evaluation.retrieval import KS
 
     sizes = {"images": len(pairs.images), "captions": len(pairs.texts)}
@@ -445,7 +451,7 @@ def caption_figures(pairs: "PairEmbeddings", metrics: Sequence[str]) -> dict:
         ks = [k for k in KS if k <= min(sizes.values())]
         figures["retrieval"] = pairs.retrieval(ks).figures()
     if "contrastive_accuracy" in metrics:
-        size = min(CONTRASTIVE_BATCH, len(pairs.images))
+        size = min(contrastive_batch, len(pairs.images))
         own = pairs.contrastive_accuracy(size).figures()
         figures["contrastive_accuracy"] = {**own, "batch_size": size}
     return figures

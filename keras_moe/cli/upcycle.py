@@ -55,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="The name of the router, or mumoe.",
     )
     parser.add_argument(
+        "--noise",
+        type=float,
+        default=0.0,
+        help="The noise on the copies of the MLP, relative to its weights.",
+    )
+    parser.add_argument(
         "--settings",
         metavar="NAME",
         help="Published settings, clip_up or moepp; by default those that keep the "
@@ -85,6 +91,7 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
         num_experts=args.num_experts,
         moe_layers=args.moe_layers,
         router=args.router,
+        noise=args.noise,
         preset=args.settings,
         towers=towers,
         **overrides,
