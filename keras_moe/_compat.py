@@ -64,7 +64,7 @@ from keras_moe._types import Activation, Config, DType
 
 
 def flatten_layers(
-    layer: keras.layers.Layer, include_self: bool = True, recursive: bool = True
+    layer: Any, include_self: bool = True, recursive: bool = True
 ) -> list[keras.layers.Layer]:
     """Returns a layer and all inner layers; `Model.layers` has only the outermost."""
     return list(layer._flatten_layers(include_self=include_self, recursive=recursive))
@@ -76,7 +76,7 @@ def own_variables(layer: keras.layers.Layer, trainable: bool) -> list[keras.Vari
     return list(getattr(layer, name))
 
 
-def order_layers(model: keras.Model) -> None:
+def order_layers(model: Any) -> None:
     """Puts a model's layers, and so its weights, in the order of its graph.
 
     Keras tracks them in the order in which attributes are set, except on PyTorch.
@@ -136,7 +136,7 @@ def is_jax_train_state(name: str) -> bool:
     return name == "_jax_state"
 
 
-def mark_loss_as_built(model: keras.Model) -> None:
+def mark_loss_as_built(model: Any) -> None:
     """Marks a compiled model's loss as built, which a custom `compute_loss` never does.
 
     Until then, `train_on_batch` runs a symbolic step before each real one.
@@ -144,12 +144,12 @@ def mark_loss_as_built(model: keras.Model) -> None:
     model._compile_loss.built = True
 
 
-def build_metrics(model: keras.Model, batch: object) -> None:
+def build_metrics(model: Any, batch: object) -> None:
     """Makes the variables of a compiled model's metrics, as before the first step."""
     model._symbolic_build(data_batch=batch)
 
 
-def track_loss_by(model: keras.Model, metric: keras.metrics.Metric) -> None:
+def track_loss_by(model: Any, metric: keras.metrics.Metric) -> None:
     """Replaces the loss metric of a compiled model, a mean over batches."""
     # `setattr` would make Keras track the metric twice.
     object.__setattr__(model, "_loss_tracker", metric)
@@ -187,7 +187,7 @@ def view(layer: keras.layers.Layer, **attributes: object) -> Any:
     return other
 
 
-def serving(model: keras.Model) -> Any:
+def serving(model: Any) -> Any:
     """Returns what predicts like a model and leaves the model alone meanwhile.
 
     On JAX, Keras's `predict` takes the values out of a model's variables while it runs,
@@ -204,7 +204,7 @@ def serving(model: keras.Model) -> Any:
     return view(model, _get_jax_state=state, jax_state_sync=lambda: None)
 
 
-def make_pure_predict_function(model: keras.Model, force: bool = False) -> None:
+def make_pure_predict_function(model: Any, force: bool = False) -> None:
     """`make_predict_function` on JAX, without donation, compiled once per shape."""
     from keras.src.backend.jax.trainer import jit
 
@@ -490,7 +490,7 @@ def replace_layer(
         setattr(owner, name, layer)
 
 
-def forget_programs(model: keras.Model) -> None:
+def forget_programs(model: Any) -> None:
     """Makes a model with other layers compile its functions again.
 
     PyTorch's parameters are those of the layers at the time they were listed.

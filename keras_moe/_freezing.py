@@ -17,7 +17,7 @@ from keras_moe._types import Config
 FROZEN = "frozen"
 
 
-def named_parts(layer: keras.layers.Layer) -> dict[str, Any]:
+def named_parts(layer: Any) -> dict[str, Any]:
     """Returns the layers directly in a layer and its own trained weights, by name."""
     parts = {}
     for part in (
@@ -32,7 +32,7 @@ def named_parts(layer: keras.layers.Layer) -> dict[str, Any]:
 
 
 def inner_layers(
-    layer: keras.layers.Layer, prefix: str = ""
+    layer: Any, prefix: str = ""
 ) -> Iterator[tuple[str, keras.layers.Layer]]:
     """Yields all layers in a layer with their paths, but not those of inner models.
 
@@ -103,8 +103,8 @@ def freeze(layer: Any, paths: Iterable[str], strict: bool = True) -> list[str]:
 
 
 def copy_freezing(
-    source: keras.layers.Layer,
-    target: keras.layers.Layer,
+    source: Any,
+    target: Any,
     renamed: dict[str, str] | None = None,
 ) -> None:
     """Freezes in a new layer or model what is frozen in another.

@@ -124,7 +124,8 @@ def _owners(groups, mask, shape):
     owners = np.broadcast_to(owners, shape)
     if mask is None:
         return owners
-    return np.where(check_mask("mask", mask, shape).astype(bool), owners, -1)
+    mask = np.asarray(check_mask("mask", mask, shape))
+    return np.where(mask.astype(bool), owners, -1)
 
 
 def merged_usage(usages: Iterable[ExpertUsage]) -> ExpertUsage:

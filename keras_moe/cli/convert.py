@@ -102,7 +102,7 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
 
 def convert(
     args: argparse.Namespace, overrides: dict, console: "Console"
-) -> "tuple[MoETask, ConversionReport]":
+) -> "tuple[Any, ConversionReport]":
     """The converted model and its report; shows a progress bar."""
     from rich.progress import Progress
 

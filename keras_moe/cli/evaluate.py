@@ -50,7 +50,6 @@ OF_HEADS = ("accuracy", "average_precision")
 OF_CAPTIONS = ("retrieval", "contrastive_accuracy")
 OF_CLASSES = ("zero_shot", "few_shot")
 OF_TEXTS = ("perplexity",)
-# Images that contrastive accuracy compares with each other.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -390,7 +389,7 @@ def zero_shot_prompts(examples: Examples, args: argparse.Namespace) -> Prompts:
             "Expected --class-names for --metrics zero_shot; received: "
             f"{examples.source!r}, whose classes have no names"
         )
-    names = evaluation.read_class_names(args.class_names or own)
+    names = evaluation.read_class_names(args.class_names or own or ())
     if len(names) != count:
         raise ValueError(
             f"Expected names of the {count} classes of {examples.source!r}; received: "

@@ -158,7 +158,7 @@ def routing_statistics(
     folder: Path, images: "np.ndarray"
 ) -> "dict[str, RoutingStatistics]":
     """Statistics of each MoE block at the training capacity, which drops tokens."""
-    limited = keras_moe.models.from_preset(
+    limited: Any = keras_moe.models.from_preset(
         str(folder), task="backbone", evaluation="official"
     )
     selected = limited.moe.router_arguments["num_selected_experts"]

@@ -370,9 +370,7 @@ def import_wandb() -> Any:
     return wandb
 
 
-def new_few_shot(
-    args: argparse.Namespace, recipe: "Recipe", model: "MoETask"
-) -> object:
+def new_few_shot(args: argparse.Namespace, recipe: "Recipe", model: "MoETask") -> Any:
     """Few-shot accuracy on the recipe's data, or on other data."""
     source, splits = args.few_shot_data, ("train", "test")
     if source is None:
@@ -392,9 +390,7 @@ def new_few_shot(
     return keras_moe.training.FewShot(*pools, **options)
 
 
-def new_retrieval(
-    args: argparse.Namespace, recipe: "Recipe", model: "MoETask"
-) -> object:
+def new_retrieval(args: argparse.Namespace, recipe: "Recipe", model: "MoETask") -> Any:
     """Recalls of all captions of the pairs that the recipe evaluates on."""
     from keras_moe.data.sources import has_captions
 
@@ -492,7 +488,7 @@ def add_picture(
 def results_of(recipe: "Recipe", trained: "Training", folder: Path) -> dict:
     """The settings and the history of the run, interruptions included."""
     checkpoint = keras_moe.training.find_checkpoint(folder / "checkpoints")
-    state = checkpoint.state["callbacks"]
+    state = {} if checkpoint is None else checkpoint.state["callbacks"]
     evaluated = (state.get(f"PeriodicEvaluation {number}", {}) for number in (1, 2))
     return {
         "recipe": recipe.to_dict(),

@@ -143,6 +143,7 @@ class MoE(Layer):
         shape = tuple(tokens.shape)[:2]
         mask = check_mask("mask", mask, shape)
         check_ids("modality_ids", modality_ids, shape)
+        plan: Any
         tokens = ops.cast(tokens, self.compute_dtype)
         residual = self._residual(tokens, previous_logits, mask)
         if mask is not None:

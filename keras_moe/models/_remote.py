@@ -38,7 +38,7 @@ def get_file(preset: str, name: str) -> str:
         path = os.path.join(preset, name)
         if not os.path.exists(path):
             raise FileNotFoundError(f"Expected {name} in the folder {preset}")
-        return regular_file(path, preset)
+        return os.fspath(regular_file(path, preset))
     if preset.startswith("hf://"):
         return _hugging_face_file(preset, name)
     if preset.startswith("gs://") and not is_cached_of_storage(preset, name):

@@ -67,7 +67,7 @@ def on_several_devices() -> bool:
     return distribution is not None and distribution.device_mesh.devices.size > 1
 
 
-def vmap_groups(function: Callable, *arrays: Tensor) -> Tensor:
+def vmap_groups(function: Callable[..., Any], *arrays: Tensor | None) -> Any:
     """`function(*arrays)`, vectorized over the groups on several devices.
 
     On one device, one flat table is fastest. On several, a partitioner would then

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -182,9 +182,8 @@ class LayerQueues:
             # A single example is too small a group for this factor.
             return kept.astype("int64")
         # Pruning may have kept no zero-computation expert.
-        capacities = np.repeat(
-            [ffn, in_place or 0], [types.ffn, types.zero_computation]
-        )
+        sizes: list[Any] = [ffn, in_place or 0]
+        capacities = np.repeat(sizes, [types.ffn, types.zero_computation])
         return np.where(kept, capacities, 0)
 
     def _kept(self):

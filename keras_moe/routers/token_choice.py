@@ -166,7 +166,7 @@ class TokenChoiceRouter(SparseRouter):
         self, affinity: Tensor, modality_ids: Tensor | None, training: bool | None
     ) -> str | Tensor:
         """The `priority` argument of `token_choice`: a name, or ranks (G, S)."""
-        if isinstance(self.priority, list):
+        if not isinstance(self.priority, str):
             return _ranks(modality_ids, self.priority)
         if self.priority != "shuffled":
             return self.priority
@@ -231,16 +231,18 @@ class TokenChoiceRouter(SparseRouter):
         choices = (num_groups, num_tokens, self.num_selected_experts)
         if self.serves_every_token(training):
             num_rows = None if None in choices else math.prod(choices)
-            plan = RaggedPlan((num_rows,), choices, choices, choices, (num_experts,))
+            plan, of_experts = RaggedPlan, (num_experts,)
+            shapes = ((num_rows,), choices, choices, choices, of_experts)
         else:
             capacity = num_tokens and self.group_capacity(num_tokens, training)
-            plan = RoutingPlan((num_groups, num_experts, capacity), choices, choices)
+            plan, slots = RoutingPlan, (num_groups, num_experts, capacity)
+            shapes = (slots, choices, choices)
         specs = {
             name: keras.KerasTensor(shape, "int32")
-            for name, shape in plan._asdict().items()
+            for name, shape in zip(plan._fields, shapes)
         }
         specs["combine_weights"] = keras.KerasTensor(choices, "float32")
-        return type(plan)(**specs), self.routing_spec(num_groups, num_tokens)
+        return plan(**specs), self.routing_spec(num_groups, num_tokens)
 
 
 def _check_priority(priority, num_modalities):

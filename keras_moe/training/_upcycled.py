@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe._compat import own_variables
+from keras_moe._types import KerasModel
 from keras_moe.layers import MuMoEBlock
 from keras_moe.layers.activations import entmax15
 from keras_moe.models import describe
@@ -39,7 +40,7 @@ def _source_of(path: str, dense: dict) -> tuple[str | None, bool]:
 
 
 def copy_weights(
-    dense_model: keras.Model, sparse_model: keras.Model, noise: float, seed: int
+    dense_model: KerasModel, sparse_model: KerasModel, noise: float, seed: int
 ) -> dict[str, tuple[str, bool]]:
     """Copies a dense model's weights; each MLP becomes every expert of its block.
 
@@ -285,7 +286,7 @@ def report_of(dense_model, sparse_model, blocks, inputs, noise):
     )
 
 
-def example_inputs(backbone: keras.Model, examples: int = 4) -> Any:
+def example_inputs(backbone: KerasModel, examples: int = 4) -> Any:
     """Returns noise in the form of a backbone's inputs."""
     generator = np.random.default_rng(0)
 
@@ -322,7 +323,7 @@ def _results(model, inputs):
         last = {name.partition("/")[0]: name for name in features if "/" in name}
         embeddings = {name: features[f"{name}_embeddings"] for name in MODALITIES}
         tokens = {name: features[last[name]] for name in MODALITIES}
-        both: Any = keras.Model(
+        both: Any = KerasModel(
             backbone.input, {"outputs": embeddings, "tokens": tokens}
         )
         results = both.predict(inputs, verbose=0)

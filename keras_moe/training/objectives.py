@@ -94,7 +94,7 @@ class Objective(Section):
         config: ModelConfig,
         num_classes: int | None,
         seed: int,
-        make: Callable[..., keras.Model] = models.from_preset,
+        make: Callable[..., Any] = models.from_preset,
     ) -> keras.Model:
         """Returns an uncompiled model, made by `make`."""
         return make(

@@ -324,7 +324,8 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
     def update_step(self, gradient, variable, learning_rate):
         index = self._get_variable_index(variable)
         gradient = ops.cast(gradient, "float32")
-        step = ops.cast(self.iterations + 1, "float32")
+        iterations: Any = self.iterations
+        step = ops.cast(iterations + 1, "float32")
         # b = min(1 - t^-0.8, 0.999)
         beta = ops.minimum(1 - step**-0.8, 0.999)
         squares = ops.square(gradient) + self.epsilon

@@ -71,7 +71,7 @@ _UNPRUNED = {"kept_experts": {}, "removed": False}
 
 
 def with_kept_experts(
-    model: KerasModel, kept_experts: dict[str, Any], method: str, removed: bool
+    model: Any, kept_experts: dict[str, Any], method: str, removed: bool
 ) -> Any:
     """Returns a copy with some experts pruned."""
     config = model.get_config()

@@ -206,7 +206,8 @@ class CausalLM(LabellessTask, HubCausalLM):
         if not isinstance(x, dict) or TARGETS in x:
             return x
         self.backbone._check_inputs(x)
-        arrays = [array_values(x[name]) for name in ("token_ids", "padding_mask")]
+        names = ("token_ids", "padding_mask")
+        arrays: list[Any] = [array_values(x[name]) for name in names]
         if any(array is None for array in arrays):
             return x
         return {**x, TARGETS: ops.convert_to_numpy(next_tokens(*arrays))}

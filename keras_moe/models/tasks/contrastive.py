@@ -337,9 +337,7 @@ class ContrastiveModel(LabellessTask):
         self.backbone.check_modality("text", texts)
         return self._encode("text", texts, batch_size, verbose)
 
-    def similarity(
-        self, images: object, texts: object, batch_size: int = 32
-    ) -> np.ndarray:
+    def similarity(self, images: Any, texts: Any, batch_size: int = 32) -> np.ndarray:
         """Scaled similarities (B, C) of inputs or embeddings: the loss's logits."""
         if len(getattr(images, "shape", ())) != 2:
             images = self.encode_images(images, batch_size)
@@ -362,7 +360,7 @@ class ContrastiveModel(LabellessTask):
         size, outputs = min(number, batch_size), []
         for start in range(0, number, size):
             rows = slice(start, start + size)
-            part = keras.tree.map_structure(operator.itemgetter(rows), inputs)
+            part: Any = keras.tree.map_structure(operator.itemgetter(rows), inputs)
             outputs.append(predict_batch(encoder, part, size))
         return np.concatenate(outputs)
 
