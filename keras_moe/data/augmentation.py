@@ -222,7 +222,9 @@ class RandomResizedCrop:
             return self._resized(pixels, corner - begin, sides, channels)
 
         return tf.cond(
-            tf.io.is_jpeg(encoded) & ~needs_pillow(encoded),
+            tf.logical_and(
+                tf.io.is_jpeg(encoded), tf.logical_not(needs_pillow(encoded))
+            ),
             part_of_jpeg,
             lambda: self(decode(encoded), seed),
         )

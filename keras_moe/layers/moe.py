@@ -144,6 +144,7 @@ class MoE(Layer):
         mask = check_mask("mask", mask, shape)
         check_ids("modality_ids", modality_ids, shape)
         plan: Any
+        grouped: Any
         tokens = ops.cast(tokens, self.compute_dtype)
         residual = self._residual(tokens, previous_logits, mask)
         if mask is not None:

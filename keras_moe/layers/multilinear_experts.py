@@ -359,8 +359,7 @@ class MultilinearExperts(Layer):
         factors = [ops.convert_to_tensor(factor) for factor in self.factors]
         matrices = []
         for index in indices:
-            levels: tuple[int, ...]
-            levels = tuple(index) if isinstance(index, (list, tuple)) else (index,)
+            levels: Any = tuple(index) if isinstance(index, (list, tuple)) else (index,)
             counts = self.num_experts
             if len(levels) != len(counts) or not all(
                 i in range(count) for i, count in zip(levels, counts)

@@ -286,7 +286,7 @@ def report_of(dense_model, sparse_model, blocks, inputs, noise):
     )
 
 
-def example_inputs(backbone: KerasModel, examples: int = 4) -> Any:
+def example_inputs(backbone: Any, examples: int = 4) -> Any:
     """Returns noise in the form of a backbone's inputs."""
     generator = np.random.default_rng(0)
 

@@ -220,7 +220,8 @@ class MoEModel(Exportable, TorchParameters):
         if has_no_examples(x):
             return outputs_of_none(self)
         self.make_predict_function()
-        return super(MoEModel, serving(self)).predict_on_batch(x, *args, **kwargs)
+        own: Any = super(MoEModel, serving(self))
+        return own.predict_on_batch(x, *args, **kwargs)
 
     @ClassProperty
     def presets(cls: Any):

@@ -249,7 +249,7 @@ class ContrastiveModel(LabellessTask):
         # A distinct image per pair is the default.
         return {"image_ids": np.arange(number)} if labels is None else labels
 
-    def _weighed(self, x, y, y_pred, sample_weight):
+    def _weighed(self, x, y, y_pred, sample_weight: Any):
         if isinstance(sample_weight, dict):
             # Keras repeats them for each label.
             sample_weight = next(iter(sample_weight.values()))
