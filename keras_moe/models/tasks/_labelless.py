@@ -87,14 +87,14 @@ class LabellessTask(MoETask, Task):
 
 
 def _checked(metrics: object) -> list[keras.metrics.Metric]:
-    metrics = keras.tree.flatten(metrics or ())
-    for metric in metrics:
+    checked: list[Any] = keras.tree.flatten(metrics or ())
+    for metric in checked:
         if not isinstance(metric, keras.metrics.Metric):
             raise ValueError(
                 "Expected metrics of embeddings or of log-likelihoods, such as "
                 f"ContrastiveAccuracy() or Perplexity(); received: {metric!r}"
             )
-    return metrics
+    return checked
 
 
 def check_tokenizer(tokenizer: object, backbone: object) -> None:

@@ -278,7 +278,7 @@ class ContrastiveModel(LabellessTask):
     ) -> Any:
         """Returns the contrastive loss of a batch plus auxiliary losses."""
         outputs = {**y_pred, **self.backbone.logit_scale.parameters()}
-        *_, weight = self._weighed(x, y, y_pred, sample_weight)
+        weight: Any = self._weighed(x, y, y_pred, sample_weight)[-1]
         if isinstance(self.loss, ContrastiveLoss):
             loss = self.loss(y, outputs, weight)
         else:
