@@ -21,7 +21,7 @@ history = model.fit(data.load("digits", "train", (8, 8, 3), 8), epochs=2)
 model.backbone.get_config()
 model.save_to_preset("here")
 layers.MoEConfig(num_experts=4).replace(num_experts=8)
-models.convert("there.npz").predict([[0.0]])
+models.convert("there.npz")[0].predict([[0.0]])
 ViTBackbone(no_such_argument=3)  # reportCallIssue
 from_preset("vmoe_b32").no_such_method()  # reportAttributeAccessIssue
 models.no_such_function()  # reportAttributeAccessIssue
@@ -65,7 +65,8 @@ def test_a_wrong_program_is_refused(tmp_path):
         for number, line in enumerate(PROGRAM.split("\n"))
         if "# report" in line
     ]
-    assert problems(tmp_path, "program.py") == expected
+    # Each class of a union has its own error.
+    assert list(dict.fromkeys(problems(tmp_path, "program.py"))) == expected
 
 
 def is_any(annotation: ast.expr) -> bool:
