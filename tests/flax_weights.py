@@ -8,8 +8,8 @@ import numpy as np
 _BLOCK = [
     (r"mixer_norm/(\w+)", r"LayerNorm_0/\2"),
     (r"feed_forward_norm/(\w+)", r"LayerNorm_1/\2"),
-    (r"attention/attention_output/(\w+)", r"Attention/out/\2"),
-    (r"attention/(\w+)/(\w+)", r"Attention/\2/\3"),
+    (r"attention/attention_output/(\w+)", r"SelfAttention/out/\2"),
+    (r"attention/(\w+)/(\w+)", r"SelfAttention/\2/\3"),
     (r"mlp/hidden/(\w+)", r"Mlp/Dense_0/\2"),
     (r"mlp/output/(\w+)", r"Mlp/Dense_1/\2"),
     (r"moe/router/slots", r"Moe/Router/mu"),

@@ -18,14 +18,10 @@ PACKAGE = Path(keras_moe.__file__).parent
 # Methods of tuples with names, and documented functions of PyTorch and of Python.
 PUBLIC = {"_asdict", "_fields", "_make", "_replace", "_check"}
 PRIVATE = re.compile(r"_[a-z]\w*")
-_ATTENTION, _OPTIMIZER = keras.layers.MultiHeadAttention, keras.optimizers.Optimizer
+_OPTIMIZER = keras.optimizers.Optimizer
 
 # Private methods that subclasses override or call: owner, name and first arguments.
 PRIVATE_METHODS = (
-    # A step between the projections and the softmax, for norms of queries and keys.
-    (_ATTENTION, "_compute_attention", ("query", "key", "value")),
-    # Initializers of the projections that are not those of the config.
-    (_ATTENTION, "_get_common_kwargs_for_sublayer", ()),
     # A mask of pixels instead of one of the numbers in them.
     (keras.layers.CutMix, "_generate_batch_mask", ("images_shape", "box_corners")),
     # Learning rates and weight decay by weight.

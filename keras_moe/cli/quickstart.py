@@ -36,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: "Console") -> Result:
     import keras
 
+    from keras_moe._files import write_json
+
     begin = time.perf_counter()
     args.output.mkdir(parents=True, exist_ok=True)
     keras.utils.set_random_seed(args.seed)
@@ -64,7 +66,7 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
         "routing": {name: row.to_dict() for name, row in statistics.items()},
         "seconds": time.perf_counter() - begin,
     }
-    keras_moe._files.write_json(args.output / "results.json", results)
+    write_json(args.output / "results.json", results)
     rows = {
         "test accuracy": f"{accuracy:.2%} of {len(test_data[1])} images",
         "saved and loaded": f"{folder}: predictions are identical",

@@ -117,7 +117,9 @@ def test_classes_and_images_of_arrays_and_batches():
 def make(**moe):
     """A small LIMoE with a tokenizer, whose experts matter."""
     tokenizer = models.TextTokenizer.trained(WORDS, 515, max_length=6)
-    backbone = one_block("limoe", moe, vocabulary_size=520)
+    backbone = one_block(
+        "limoe", {"auxiliary_losses": None, **moe}, vocabulary_size=520
+    )
     return with_weights(models.ContrastiveModel(backbone, tokenizer))
 
 

@@ -7,7 +7,7 @@ from keras import ops
 
 from keras_moe import layers, routers
 from keras_moe.layers._layer import inner_call
-from tests.compare import assert_close, assert_same
+from tests.compare import assert_same
 from tests.small_models import with_weights
 
 pytestmark = pytest.mark.skipif(
@@ -146,14 +146,3 @@ def test_a_layer_without_training_gets_none():
     for feed_forward in (Half(), keras.layers.LayerNormalization()):
         block = layers.Block(layers.Attention(2, 2), feed_forward)
         assert tuple(block(ops.convert_to_tensor(X), training=True).shape) == X.shape
-
-
-def test_gates_and_windows_of_keras_stay():
-    for options in ({"use_gate": True}, {"sliding_window": 1}):
-        own = layers.Attention(2, 2, **options)
-        own.build(X.shape)
-        with_weights(own)
-        keras_layer = keras.layers.MultiHeadAttention(2, 2, **options)
-        keras_layer.build(X.shape, X.shape)
-        keras_layer.set_weights(own.get_weights())
-        assert_close(own(X), keras_layer(X, X), atol=1e-6)

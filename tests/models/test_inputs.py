@@ -90,7 +90,7 @@ def test_validation_data_and_predictions_are_checked(model):
 
 def test_a_model_survives_a_call_that_fails(monkeypatch):
     """The checks left out: what no check sees must not cost the weights either."""
-    monkeypatch.setattr(models.input_checks, "_check_shape", lambda *_: None)
+    monkeypatch.setattr(models.base._input_checks, "_check_shape", lambda *_: None)
     model = vit(**ONE_BLOCK)
     expected = model.predict(IMAGES, verbose=0)
     for method, labels in (

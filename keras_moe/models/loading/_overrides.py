@@ -48,14 +48,9 @@ _SIZES = ("image_shape", "patch_size", "max_length")
 
 
 def split_overrides(
-    backbone_cls: type,
-    task_cls: type | None,
-    config: dict[str, Any],
-    overrides: dict[str, Any],
+    backbone_cls: type, task_cls: type | None, overrides: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits overrides into the backbone's and the task's (names of both included)."""
-    names = [*override_names(backbone_cls), *_MODEL_ARGUMENTS]
-    check_argument_names(config, names, backbone_cls.__name__)
     own = [*_OUTERMOST]
     if task_cls is not None:
         own = [name for name in argument_names(task_cls) if name != "backbone"]
@@ -70,6 +65,8 @@ def split_overrides(
 
 def apply_overrides(cls: type, config: dict, overrides: dict) -> dict:
     """Returns a backbone's config with flat overrides."""
+    names = [*override_names(cls), *_MODEL_ARGUMENTS]
+    check_argument_names(config, names, cls.__name__)
     towers = tower_families(cls)
     config = nested_config(cls, config)
     if not towers:

@@ -337,9 +337,7 @@ def resolve(
         backbone, task_cls = opened.classes(task, cls, has_classes)
         # Descriptions may have a task's arguments without the task.
         owner = task_cls or (opened.task if counts_only else None)
-        of_backbone, of_task = split_overrides(
-            backbone, owner, opened.config, overrides
-        )
+        of_backbone, of_task = split_overrides(backbone, owner, overrides)
         # What is frozen is given, or the source's.
         replaced = {*TRAINING} if {TRAINABLE, FROZEN} & {*overrides} else set()
         with _explained(weights):

@@ -196,20 +196,21 @@ class ImageClassifier(MoETask, HubClassifier):
 
         # === Layers ===
         config = backbone.config.to_dict()
-        layers = _layers(
-            config,
-            policy,
-            num_classes,
-            pooling,
-            representation_dim,
-            head_bias,
-            output_activation,
-            dropout,
-            pooled_norm,
-            head,
-            head_position,
-            pooling_query_key_norm,
-        )
+        with initial_values(config["seed"], type(self).__name__):
+            layers = _layers(
+                config,
+                policy,
+                num_classes,
+                pooling,
+                representation_dim,
+                head_bias,
+                output_activation,
+                dropout,
+                pooled_norm,
+                head,
+                head_position,
+                pooling_query_key_norm,
+            )
         self.backbone = backbone
         self.preprocessor = preprocessor
         self.pooler = layers["pooler"]
