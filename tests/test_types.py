@@ -34,7 +34,15 @@ def problems(folder: Path, *paths: str) -> list[tuple[str, int, str]]:
     """Returns file, line and rule of each error that the checker finds."""
     pytest.importorskip("basedpyright")
     done = subprocess.run(
-        [sys.executable, "-m", "basedpyright", "--outputjson", *paths],
+        [
+            sys.executable,
+            "-m",
+            "basedpyright",
+            "--outputjson",
+            "--pythonpath",
+            sys.executable,
+            *paths,
+        ],
         cwd=folder,
         capture_output=True,
         text=True,

@@ -192,8 +192,9 @@ def product(x: Tensor, exponent: int) -> Tensor:
     while exponent % 2 == 0:
         x, exponent = x * x, exponent // 2
     power = x
-    while exponent := exponent // 2:
-        x = x * x
+    # TensorFlow's autograph takes no assignment within an expression.
+    while exponent > 1:
+        x, exponent = x * x, exponent // 2
         if exponent % 2:
             power = power * x
     return power
