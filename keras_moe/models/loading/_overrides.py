@@ -63,10 +63,14 @@ def split_overrides(
     return {k: v for k, v in overrides.items() if k not in own}, of_task
 
 
-def apply_overrides(cls: type, config: dict, overrides: dict) -> dict:
-    """Returns a backbone's config with flat overrides."""
+def check_config(cls: type, config: dict) -> None:
+    """Refuses a source's config with names that are no arguments of its backbone."""
     names = [*override_names(cls), *_MODEL_ARGUMENTS]
     check_argument_names(config, names, cls.__name__)
+
+
+def apply_overrides(cls: type, config: dict, overrides: dict) -> dict:
+    """Returns a backbone's config with flat overrides."""
     towers = tower_families(cls)
     config = nested_config(cls, config)
     if not towers:

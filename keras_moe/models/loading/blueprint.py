@@ -17,6 +17,7 @@ from keras_moe.models import registry
 from keras_moe.models.conversion import HEAD, POOLING, is_convertible
 from keras_moe.models.loading._overrides import (
     apply_overrides,
+    check_config,
     config_for_weights,
     split_overrides,
     tower_families,
@@ -341,6 +342,7 @@ def resolve(
         # What is frozen is given, or the source's.
         replaced = {*TRAINING} if {TRAINABLE, FROZEN} & {*overrides} else set()
         with _explained(weights):
+            check_config(backbone, opened.config)
             config = {k: v for k, v in opened.config.items() if k not in replaced}
             config = apply_overrides(backbone, config, of_backbone)
             if opened.must_fit:
