@@ -1,8 +1,6 @@
 """Image classification with any image backbone. Axes: B batch, N tokens, D hidden."""
 
 import dataclasses
-import math
-import warnings
 from typing import Any, NamedTuple
 
 import keras
@@ -16,13 +14,10 @@ from keras_moe._checks import (
     check_dropout,
     check_dtype,
     check_integer,
-    check_number,
     check_one_of,
 )
 from keras_moe._types import DType
-from keras_moe.layers import LayerNorm, MuMoE
-from keras_moe.layers._layer import layer_argument
-from keras_moe.layers.pooling import check_pooling, pooling_layer
+from keras_moe.layers.pooling import check_pooling
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 from keras_moe.models import registry
 from keras_moe.models.backbones.base import ImageBackbone
@@ -38,24 +33,12 @@ from keras_moe.models.loading.blueprint import Part
 from keras_moe.models.preprocessing.images import ImagePreprocessor
 from keras_moe.models.registry import register_task
 from keras_moe.models.saving._lora import TRAINING, new_head_dtype, quantized_head
+from keras_moe.models.tasks._head import head_layers, loss_of_outputs
 from keras_moe.models.tasks.base import MoETask, check_task
 from keras_moe.ops import Routing
-from keras_moe.ops._initializers import PathInitializer, initial_values
+from keras_moe.ops._initializers import initial_values
 
 _SPARSE = keras.losses.SparseCategoricalCrossentropy
-HEAD_POSITIONS = ("final", "penultimate")
-# Loss classes by function, for losses that read probabilities by default.
-_CROSSENTROPIES = {
-    keras.losses.binary_crossentropy: keras.losses.BinaryCrossentropy,
-    keras.losses.binary_focal_crossentropy: keras.losses.BinaryFocalCrossentropy,
-    keras.losses.categorical_crossentropy: keras.losses.CategoricalCrossentropy,
-    keras.losses.categorical_focal_crossentropy: (
-        keras.losses.CategoricalFocalCrossentropy
-    ),
-    keras.losses.sparse_categorical_crossentropy: (
-        keras.losses.SparseCategoricalCrossentropy
-    ),
-}
 # Kinds of the parts of a head, by the names of its layers.
 _KINDS = {
     "pooler": "MAP",
@@ -196,8 +179,12 @@ class ImageClassifier(MoETask, HubClassifier):
 
         # === Layers ===
         config = backbone.config.to_dict()
+        self.backbone = backbone
+        self.preprocessor = preprocessor
+        inputs, routing = backbone.input, dict(backbone.routing)
+        # The layers draw their initial values by the model's seed.
         with initial_values(config["seed"], type(self).__name__):
-            layers = _layers(
+            layers = head_layers(
                 config,
                 policy,
                 num_classes,
@@ -211,17 +198,13 @@ class ImageClassifier(MoETask, HubClassifier):
                 head_position,
                 pooling_query_key_norm,
             )
-        self.backbone = backbone
-        self.preprocessor = preprocessor
-        self.pooler = layers["pooler"]
-        self.pooled_normalization = layers.get("pooled_norm")
-        self.output_dropout = layers["output_dropout"]
-        self.head = layers.get("head")
-        self.output_dense = layers["predictions"]
+            self.pooler = layers["pooler"]
+            self.pooled_normalization = layers.get("pooled_norm")
+            self.output_dropout = layers["output_dropout"]
+            self.head = layers.get("head")
+            self.output_dense = layers["predictions"]
 
-        # === Functional model ===
-        inputs, routing = backbone.input, dict(backbone.routing)
-        with initial_values(config["seed"], type(self).__name__):
+            # === Functional model ===
             features = self.pooler(backbone(inputs))
             if self.pooled_normalization is not None:
                 features = self.pooled_normalization(features)
@@ -385,7 +368,7 @@ class ImageClassifier(MoETask, HubClassifier):
 
         Crossentropies given by name read logits unless there is an output activation.
         """
-        loss = _loss_of_outputs(loss, self.output_activation is None)
+        loss = loss_of_outputs(loss, self.output_activation is None)
         super().compile(optimizer, loss, metrics=metrics, **kwargs)
 
     def default_loss(self) -> keras.losses.Loss:
@@ -431,7 +414,7 @@ class ImageClassifier(MoETask, HubClassifier):
     ) -> list[Part]:
         check_integer("num_classes", config["num_classes"])
         parts, shape = [], (num_tokens, dim)
-        for name, layer in _layers(backbone_config, "float32", **config).items():
+        for name, layer in head_layers(backbone_config, "float32", **config).items():
             cost = layer_cost(layer, shape)
             if cost.parameters:
                 parts.append(Part(name, _KINDS[name], *cost))
@@ -491,125 +474,6 @@ class MixerImageClassifier(ImageClassifier):
     """
 
     backbone_cls = MixerBackbone
-
-
-# Keras's signatures take names only.
-_initializer: Any = PathInitializer
-
-
-def _layers(
-    backbone_config,
-    policy,
-    num_classes,
-    pooling=None,
-    representation_dim=None,
-    head_bias=0.0,
-    output_activation=None,
-    dropout=0.0,
-    pooled_norm=False,
-    head=None,
-    head_position="final",
-    pooling_query_key_norm=None,
-    **_,
-):
-    """Returns the unbuilt layers from tokens to classes in order, by name."""
-    layers = [pooling_layer(backbone_config, pooling, pooling_query_key_norm, policy)]
-    if pooled_norm:
-        epsilon = backbone_config["layer_norm_epsilon"]
-        layers.append(LayerNorm(epsilon, dtype=policy, name="pooled_norm"))
-    if representation_dim is not None:
-        layers.append(
-            keras.layers.Dense(
-                representation_dim,
-                activation="tanh",
-                kernel_initializer=_initializer("lecun_normal", "pre_logits/kernel"),
-                dtype=policy,
-                name="pre_logits",
-            )
-        )
-    seed = backbone_config["seed"]
-    seed = None if seed is None else seed + 1
-    layers.append(
-        keras.layers.Dropout(dropout, seed=seed, dtype=policy, name="output_dropout")
-    )
-    mumoe = _mumoe_head(head, head_position, num_classes, policy)
-    layers += [] if mumoe is None else [mumoe]
-    if mumoe is not None and head_position == "final":
-        predictions = keras.layers.Activation(
-            output_activation, dtype=policy, name="predictions"
-        )
-    else:
-        if head_bias == "prior":
-            head_bias = -math.log(num_classes)
-        bias = keras.initializers.Constant(check_number("head_bias", head_bias))
-        predictions = keras.layers.Dense(
-            num_classes,
-            activation=output_activation,
-            kernel_initializer=_initializer("zeros"),
-            bias_initializer=_initializer(bias),
-            dtype=policy,
-            name="predictions",
-        )
-    return {layer.name: layer for layer in (*layers, predictions)}
-
-
-def _mumoe_head(head, head_position, num_classes, dtype):
-    """Creates the unbuilt muMoE head from a layer or its arguments; None for none."""
-    check_one_of("head_position", head_position, HEAD_POSITIONS)
-    if isinstance(head, dict) and "class_name" not in head:
-        head = MuMoE(**{"units": num_classes, **head})
-    elif head is not None:
-        head = layer_argument(head, "head")
-    if head is None and head_position == "final":
-        return None
-    if not isinstance(head, MuMoE):
-        raise ValueError(
-            "Expected head to be a MuMoE, or None with head_position='final'; "
-            f"received: head={head}, head_position={head_position!r}"
-        )
-    if head_position == "final" and head.units != num_classes:
-        raise ValueError(
-            "Expected a final head whose units are the classes; received: "
-            f"units={head.units}, num_classes={num_classes}"
-        )
-    return type(head).from_config({**head.get_config(), "name": "head", "dtype": dtype})
-
-
-def _loss_of_outputs(loss, from_logits):
-    """Returns a loss that reads logits or probabilities, whichever the outputs are.
-
-    Keras's crossentropies given by name or as functions would treat logits as
-    probabilities. Loss objects are kept, with a warning if they would do the same.
-    """
-    if isinstance(loss, (list, tuple, dict)):
-        return keras.tree.map_structure(
-            lambda each: _loss_of_outputs(each, from_logits), loss
-        )
-    crossentropy = _crossentropy(loss)
-    if crossentropy is not None:
-        return crossentropy(from_logits=from_logits)
-    reads_logits = getattr(loss, "from_logits", from_logits)
-    if isinstance(loss, keras.losses.Loss) and reads_logits != from_logits:
-        outputs = "logits" if from_logits else "probabilities"
-        warnings.warn(
-            f"The model's outputs are {outputs}: expected a loss with "
-            f"from_logits={from_logits}; received: {type(loss).__name__}"
-            f"(from_logits={reads_logits})",
-            stacklevel=4,
-        )
-    return loss
-
-
-def _crossentropy(loss) -> Any:
-    """Returns the class of a crossentropy given by name or function, or None."""
-    if isinstance(loss, str):
-        try:
-            loss = keras.losses.get(loss)
-        except ValueError:
-            return None  # Other names are left to Keras.
-        if type(loss) in _CROSSENTROPIES.values():
-            return type(loss)
-    return next((cls for f, cls in _CROSSENTROPIES.items() if f is loss), None)
 
 
 def _preprocessor(source, config, overrides, backbone_config):

@@ -135,7 +135,7 @@ def _newton_step(rest, tau, power):
 
 
 def entmax_gradient_is_enough(gates):
-    """Whether nobody differentiates the gradient, which then may work in place."""
+    """Whether the gradient has no gradient of its own, and may work in place."""
     return not torch.is_grad_enabled() and gates.dtype == torch.float32
 
 
