@@ -2,7 +2,9 @@
 
 import contextlib
 import gc
+import importlib
 import os
+import sys
 from unittest import mock
 
 from tests.xla_flags import quick
@@ -161,6 +163,13 @@ def own_names():
         for names in (registry._BACKBONES, registry._TASKS, registry._PRESETS, ROUTERS):
             stack.enter_context(mock.patch.dict(names))
         yield
+
+
+@pytest.fixture(scope="module")
+def outside(own_names):
+    """A user's module, run again, since its names are registered for one file only."""
+    sys.modules.pop("tests.models.outside", None)
+    return importlib.import_module("tests.models.outside")
 
 
 @pytest.fixture(autouse=True, scope="module")

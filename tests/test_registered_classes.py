@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from keras_moe import layers, losses, models, routers
-from tests.models.outside import NeighbourBackbone
 from tests.small_models import SMALL
 
 ROOMS = ("losses", "routers", "layers", "models", "data", "training", "evaluation")
@@ -64,11 +63,11 @@ def test_base_classes_are_refused(cls):
         make(cls)
 
 
-def test_the_refusal_names_the_class_for_the_backbone():
+def test_the_refusal_names_the_class_for_the_backbone(outside):
     sizes = {"image_shape": (16, 8, 3), "patch_size": 4, "hidden_dim": 8, "mlp_dim": 16}
     for each, example in (
         (models.MixerBackbone(**sizes, num_layers=1), "MixerImageClassifier"),
-        (NeighbourBackbone(**sizes), "NeighbourClassifier"),
+        (outside.NeighbourBackbone(**sizes), "NeighbourClassifier"),
         (backbone(Unregistered), "ViTImageClassifier"),
     ):
         with pytest.raises(ValueError, match=example):

@@ -1,7 +1,5 @@
 """Families, routers and tasks from outside have all that the package's own have."""
 
-import importlib
-
 import keras
 import keras_hub
 import numpy as np
@@ -13,14 +11,8 @@ from keras_moe.models import MoETask, ViTBackbone
 from tests.compare import assert_same
 from tests.small_models import SMALL, assert_same_outputs, images
 
-pytestmark = pytest.mark.usefixtures("op_by_op")
+pytestmark = pytest.mark.usefixtures("op_by_op", "outside")
 NAME = "neighbours_tiny"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def outside():
-    """The module of a user, whose names are registered for these tests alone."""
-    return importlib.import_module("tests.models.outside")
 
 
 def test_a_preset_trains_with_any_router(tmp_path, outside):
