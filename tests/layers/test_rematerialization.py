@@ -24,7 +24,7 @@ def dense_block(**kwargs):
     )
 
 
-def moe_block(dropless=False, **kwargs):
+def moe_block(dropless=False, expert_dropout=0.1, **kwargs):
     router = TokenChoiceRouter(
         E,
         2,
@@ -34,9 +34,8 @@ def moe_block(dropless=False, **kwargs):
         **({"dropless": True} if dropless else {}),
     )
     losses = {"importance": 0.5, "load": 0.5, "router_z": 0.1}
-    moe = layers.MoE(
-        router, layers.Experts(E, 16, dropout=0.1, seed=3), auxiliary_losses=losses
-    )
+    experts = layers.Experts(E, 16, dropout=expert_dropout, seed=3)
+    moe = layers.MoE(router, experts, auxiliary_losses=losses)
     attention = layers.Attention(2, D // 2, dropout=0.2, seed=4)
     return layers.MoEBlock(
         attention, moe, dropout=0.1, stochastic_depth=0.4, seed=5, **kwargs
@@ -47,6 +46,11 @@ def dropless_block(**kwargs):
     return moe_block(dropless=True, **kwargs)
 
 
+def fused_dropless_block(**kwargs):
+    """Without dropout, rows go through both layers in one operation."""
+    return moe_block(dropless=True, expert_dropout=0.0, **kwargs)
+
+
 def built(make, rematerialize):
     keras.utils.set_random_seed(0)
     block = make(rematerialize=rematerialize)
@@ -54,7 +58,9 @@ def built(make, rematerialize):
     return block
 
 
-@pytest.mark.parametrize("make", [dense_block, moe_block, dropless_block])
+@pytest.mark.parametrize(
+    "make", [dense_block, moe_block, dropless_block, fused_dropless_block]
+)
 def test_gradients_are_those_of_the_plain_block(make):
     gradients = [
         training_gradients(built(make, rematerialize), tokens())

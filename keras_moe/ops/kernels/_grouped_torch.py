@@ -177,8 +177,9 @@ class _Loop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream):
-        inputs = ctx.saved_tensors[: len(ctx.needs_input_grad) - 2]
-        kept = ctx.saved_tensors[len(inputs) :]
+        # Once: a checkpoint gives what it has computed again a single time.
+        saved, num_inputs = ctx.saved_tensors, len(ctx.needs_input_grad) - 2
+        inputs, kept = saved[:num_inputs], saved[num_inputs:]
         if torch.is_grad_enabled() and any(ctx.sizes):
             return None, None, *_gradients_with_gradients(ctx, inputs, upstream)
         rows, output_kernel, _, *first = inputs
