@@ -138,6 +138,12 @@ def check_dropout(name: str, rate: float) -> float:
     return rate
 
 
+def check_share(name: str, value: float) -> float:
+    """Returns `value`; it must be in [0, 1]."""
+    _expect(_is_finite(value) and 0 <= value <= 1, f"{name} in [0, 1]", name, value)
+    return value
+
+
 def _is_finite(value: Any) -> bool:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False

@@ -105,7 +105,7 @@ def freeze(layer: Any, paths: Iterable[str], strict: bool = True) -> list[str]:
 def copy_freezing(
     source: Any,
     target: Any,
-    renamed: dict[str, str] | None = None,
+    renamed: dict[str, tuple[str, ...]] | None = None,
 ) -> None:
     """Freezes in a new layer or model what is frozen in another.
 
@@ -117,7 +117,7 @@ def copy_freezing(
     for old, new in (renamed or {}).items():
         for path, names in paths.items():
             if path.endswith(f"/{old}"):
-                names.add(path.removesuffix(old) + new)
+                names |= {path.removesuffix(old) + name for name in new}
     names = sorted(set().union(*paths.values()))
     missing = set(freeze(target, names, strict=renamed is None))
     if lost := [path for path, names in paths.items() if names <= missing]:

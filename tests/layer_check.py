@@ -10,11 +10,11 @@ import numpy as np
 from keras import tree
 
 from keras_moe._compat import flatten_layers
+from keras_moe.routers import PathwayAwareRouter
 from tests.training_gradients import training_gradients
 
 # Arguments of a layer's base class that it refuses.
-_OF_POOLS = ("capacity", "eval_capacity", "num_modalities", "expert_pools")
-NOT_TAKEN = {"PathwayAwareRouter": _OF_POOLS}
+NOT_TAKEN = {"PathwayAwareRouter": PathwayAwareRouter.refused_arguments}
 # Ends of the paths of weights that route.
 FLOAT32 = ("router/kernel", "router/slots", "gate/kernel_0", "gate/kernel_1")
 POLICIES = ("float32", "mixed_bfloat16", "bfloat16")

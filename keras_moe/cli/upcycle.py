@@ -61,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="The noise on the copies of the MLP, relative to its weights.",
     )
     parser.add_argument(
+        "--reinitialize",
+        type=float,
+        default=0.0,
+        help="The share of each expert's hidden units that is drawn again.",
+    )
+    parser.add_argument(
         "--settings",
         metavar="NAME",
         help="Published settings, clip_up or moepp; by default those that keep the "
@@ -92,6 +98,7 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
         moe_layers=args.moe_layers,
         router=args.router,
         noise=args.noise,
+        reinitialize=args.reinitialize,
         preset=args.settings,
         towers=towers,
         **overrides,

@@ -493,7 +493,7 @@ class _BlockShare(NamedTuple):
                 numbers += units * dim * self.examples // split
                 continue
             units += layer.gated * layer.mlp_dim
-            if kind == "mlp":
+            if kind in ("mlp", "shared_experts"):
                 numbers += units * self.tokens // split
                 continue
             numbers += self.slots * units // split + self.slots * per.per_slot * dim

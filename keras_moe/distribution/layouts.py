@@ -159,7 +159,7 @@ def layouts_of_blocks(
         if "attention" in kinds:
             weights.update(ATTENTION_WEIGHTS)
             activations.update(ATTENTION_ACTIVATIONS)
-        for mlp in sorted(kinds & {"mlp", "token_mlp"}):
+        for mlp in sorted(kinds & {"mlp", "token_mlp", "shared_experts"}):
             for path, axes in MLP_WEIGHTS.items():
                 weights[path.format(mlp=mlp)] = axes
             for path, axes in MLP_ACTIVATIONS.items():
@@ -183,6 +183,8 @@ def split_parts(block: keras.layers.Layer) -> Iterator[tuple[str, keras.layers.L
         yield "mlp", block.feed_forward
     elif isinstance(block.feed_forward, MoE):
         yield "experts", block.feed_forward.experts
+        if block.feed_forward.shared_experts is not None:
+            yield "shared_experts", block.feed_forward.shared_experts
 
 
 def _expert_devices(expert_parallel, batch_devices, experts):

@@ -48,6 +48,9 @@ class MoE(Layer):
         dispatcher: `"index"` (gathers, memory linear in tokens) or `"einsum"` (dense
             one-hot tensors, for small groups on TPUs).
         input_scale: factor on the experts' input; K in the released MoE++ code.
+        shared_experts: layer such as `MLP` that every token passes through in addition
+            to its experts, without a gate or a slot; or None. An MLP of hidden size
+            n x H is n shared experts of size H.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
@@ -61,7 +64,8 @@ class MoE(Layer):
         `(tokens, Routing)`: (B, N, D), and a record of float32 arrays (B, N, E).
 
     Reference:
-        *Routers in Vision Mixture of Experts*, equation 2; *MoE++*, equations 1 to 6.
+        *Routers in Vision Mixture of Experts*, equation 2; *MoE++*, equations 1 to 6;
+        *DeepSeekMoE*, section 3.2, for shared experts.
 
     Example:
 
@@ -85,6 +89,7 @@ class MoE(Layer):
         auxiliary_losses: object = None,
         dispatcher: str = "index",
         input_scale: float = 1.0,
+        shared_experts: keras.layers.Layer | Config | None = None,
         **kwargs,
     ):
         # Tokens are cast in `call`; `previous_logits` stay float32.
@@ -96,6 +101,9 @@ class MoE(Layer):
         if isinstance(router, str) or (isinstance(router, dict) and "name" in router):
             router = routers.get(router, self.experts.num_experts)
         self.router = layer_argument(router, "router")
+        self.shared_experts = None
+        if shared_experts is not None:
+            self.shared_experts = layer_argument(shared_experts, "shared_experts")
         types = self.router.expert_types
         num_ffn_experts = len(self.router.expert_columns)
         if num_ffn_experts != self.experts.num_experts:
@@ -128,6 +136,8 @@ class MoE(Layer):
         build_once(self.experts, (None, self.experts.num_experts, None, dim))
         if self.zero_computation_experts is not None:
             self.zero_computation_experts.build((None, length, dim))
+        if self.shared_experts is not None:
+            build_once(self.shared_experts, (None, length, dim))
 
     def call(
         self,
@@ -186,10 +196,16 @@ class MoE(Layer):
             outputs = outputs + inner_call(
                 self.zero_computation_experts, grouped, plan.in_place_weights
             )
-        if by_example:
-            return outputs, routing
-        routing = Routing(*(self._ungroup(x, tokens) for x in routing))
-        return self._ungroup(outputs, tokens), routing
+        if not by_example:
+            routing = Routing(*(self._ungroup(x, tokens) for x in routing))
+            outputs = self._ungroup(outputs, tokens)
+        if self.shared_experts is not None:
+            shared = inner_call(self.shared_experts, tokens, training=training)
+            shared = ops.cast(shared, self.compute_dtype)
+            # Biases would give padding a value.
+            shared = shared if mask is None else _without_padding(shared, mask)
+            outputs = outputs + shared
+        return outputs, routing
 
     def _residual(self, tokens, previous_logits, mask):
         """Checks `previous_logits` and returns them as arguments of the router."""
@@ -257,7 +273,12 @@ class MoE(Layer):
             self.add_loss(ops.mean(loss(routing, self.router, mask, modality_ids)))
 
     def parts(self, shape: tuple) -> dict[Any, tuple]:
-        parts = (self.router, self.experts, self.zero_computation_experts)
+        parts = (
+            self.router,
+            self.experts,
+            self.zero_computation_experts,
+            self.shared_experts,
+        )
         return {part: shape for part in parts if part is not None}
 
     def cost(self, shape: tuple) -> Cost:
@@ -275,7 +296,10 @@ class MoE(Layer):
             # Not rounded, since these experts have few parameters.
             active += (selected - per_token) * others.parameters / in_place.num_experts
             experts += others
-        return router.cost(shape) + experts._replace(active_parameters=round(active))
+        cost = router.cost(shape) + experts._replace(active_parameters=round(active))
+        if self.shared_experts is not None:
+            cost += self.shared_experts.cost(shape)
+        return cost
 
     def _competing(self, num_tokens):
         """Tokens per group at inference, for examples of `num_tokens` tokens."""

@@ -22,6 +22,7 @@ from keras_moe._checks import (
 from keras_moe._types import Config
 from keras_moe.layers import activations
 from keras_moe.layers.experts import Experts
+from keras_moe.layers.mlp import MLP
 from keras_moe.layers.moe import MoE
 from keras_moe.layers.mumoe import MuMoEBlock
 from keras_moe.ops.expert_types import ExpertTypes, expert_types
@@ -152,10 +153,13 @@ class MoEConfig(MixtureConfig):
         expert_use_bias: whether the experts' layers have biases.
         expert_activation: activation of the experts; None for the encoder's.
         input_scale: factor on the experts' input; K in the released MoE++ code.
+        shared_experts: number of experts, like the others, through which every token
+            passes in addition, without a gate or a slot. Together they are one `MLP`.
         pruning: None, or a dict written by `keras_moe.analysis.prune_experts`.
 
     Reference: *Scaling Vision with Sparse Mixture of Experts*, section 3.1; *Routers in
-    Vision Mixture of Experts*, section 2; *MoE++*, Table 2.
+    Vision Mixture of Experts*, section 2; *MoE++*, Table 2; *DeepSeekMoE*, section 3,
+    for shared experts and a small `expert_mlp_dim`.
 
     Example:
 
@@ -184,6 +188,7 @@ class MoEConfig(MixtureConfig):
     expert_use_bias: bool = True
     expert_activation: Any = None
     input_scale: float = 1.0
+    shared_experts: int = 0
     pruning: dict | None = None
 
     def __post_init__(self):
@@ -193,6 +198,7 @@ class MoEConfig(MixtureConfig):
         for name in ("gated_experts", "expert_use_bias"):
             check_bool(name, getattr(self, name))
         check_positive("input_scale", self.input_scale)
+        check_integer("shared_experts", self.shared_experts, minimum=0)
         for name in ("gating_residual", "shared_expert_initialization"):
             named = (AUTO, EVERY) if name == "gating_residual" else (AUTO,)
             if getattr(self, name) not in named:
@@ -308,9 +314,10 @@ class MoEConfig(MixtureConfig):
         group_size = None
         if self.examples_per_group is not None:
             group_size = self.examples_per_group * tower.num_tokens
+        mlp_dim = self.expert_mlp_dim or tower.mlp_dim
         experts = Experts(
             len(router.expert_columns),
-            self.expert_mlp_dim or tower.mlp_dim,
+            mlp_dim,
             activation=self.expert_activation or tower.activation,
             dropout=self.expert_dropout,
             shared_initialization=shared,
@@ -320,6 +327,18 @@ class MoEConfig(MixtureConfig):
             dtype=tower.dtype,
             name="experts",
         )
+        shared_experts = None
+        if self.shared_experts:
+            shared_experts = MLP(
+                self.shared_experts * mlp_dim,
+                activation=self.expert_activation or tower.activation,
+                dropout=self.expert_dropout,
+                gated=self.gated_experts,
+                use_bias=self.expert_use_bias,
+                seed=tower.seed_of(index, 2),
+                dtype=tower.dtype,
+                name="shared_experts",
+            )
         return MoE(
             router,
             experts,
@@ -327,6 +346,7 @@ class MoEConfig(MixtureConfig):
             auxiliary_losses=auxiliary_losses,
             dispatcher=self.dispatcher,
             input_scale=self.input_scale,
+            shared_experts=shared_experts,
             dtype=tower.dtype,
             name="moe",
         )

@@ -51,7 +51,8 @@ class PathwayAwareRouter(TokenChoiceRouter):
             before gates are normalised).
         noise_std: std of the training noise, times `num_experts`; None for 0.0.
         **kwargs: arguments of `TokenChoiceRouter`, except `capacity`, `eval_capacity`,
-            `num_modalities` and `expert_pools`. `capacity_factor` is 1.1 by default.
+            `num_modalities`, `expert_pools`, `gates`, `selection_bias_rate` and
+            `route_scale`. `capacity_factor` is 1.1 by default.
 
     Call arguments:
         previous_logits: float32 (G, S, E), `Routing.logits` of the previous MoE layer;
@@ -75,7 +76,10 @@ class PathwayAwareRouter(TokenChoiceRouter):
     default_capacity_factor = 1.1
     # MoE++ initialises experts independently.
     shares_expert_initialization = False
-    refused_arguments = ("capacity", "eval_capacity", "num_modalities", "expert_pools")
+    refused_arguments = (
+        "capacity", "eval_capacity", "num_modalities", "expert_pools", "gates",
+        "selection_bias_rate", "route_scale",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -96,8 +100,9 @@ class PathwayAwareRouter(TokenChoiceRouter):
             value = kwargs.pop(name, None)
             if value is not None:
                 raise ValueError(
-                    "Expected capacities of PathwayAwareRouter as factors, and one "
-                    f"kernel for all modalities; received: {name}={value!r}"
+                    "Expected a PathwayAwareRouter with capacities as factors, one "
+                    "kernel for all modalities and softmax gates; received: "
+                    f"{name}={value!r}"
                 )
         super().__init__(
             num_experts,

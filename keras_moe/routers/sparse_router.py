@@ -248,10 +248,10 @@ class SparseRouter(Router):
             # `logits` stay whole for the next layer's gating residual.
             clean_logits = ops.where(allowed, clean_logits, -float("inf"))
             noisy_logits = ops.where(allowed, noisy_logits, -float("inf"))
-        gates = ops.softmax(noisy_logits, axis=-1)
+        gates = self.gates_of(noisy_logits)
         combine_gates = gates
         if has_noise and not self.noisy_combine:
-            combine_gates = ops.softmax(clean_logits, axis=-1)
+            combine_gates = self.gates_of(clean_logits)
         differentiable = self.combine == "affinity"
         affinity = self.affinity(
             noisy_logits if differentiable else ops.stop_gradient(noisy_logits),
@@ -277,6 +277,10 @@ class SparseRouter(Router):
     def scale_logits(self, logits: Tensor) -> Tensor:
         """Hook that changes logits before routing; `Routing.logits` is unscaled."""
         return logits
+
+    def gates_of(self, logits: Tensor) -> Tensor:
+        """The gates (G, S, E) of logits: their softmax, or a subclass's function."""
+        return ops.softmax(logits, axis=-1)
 
     def allocate(
         self,

@@ -15,22 +15,26 @@ from keras_moe._checks import (
     check_bool,
     check_indices,
     check_integer,
+    check_not_negative,
     check_one_of,
+    check_positive,
     check_selected,
     outer_stack_level,
 )
 from keras_moe._types import Tensor
-from keras_moe.ops._primitives import vmap_groups
+from keras_moe.ops._primitives import is_transformed, vmap_groups
 from keras_moe.ops.plans import RaggedPlan, RoutingPlan
 from keras_moe.ops.token_choice import (
     NORMALIZATIONS,
     PRIORITIES,
     dropless_token_choice,
+    selected_experts,
     token_choice,
 )
 from keras_moe.routers.affinities import SoftmaxAffinity
 from keras_moe.routers.sparse_router import SparseRouter, is_sequence
 
+GATES = ("softmax", "sigmoid")
 # The priorities of `token_choice`, plus a random order.
 NAMED_PRIORITIES = (*PRIORITIES, "shuffled")
 
@@ -52,7 +56,16 @@ class TokenChoiceRouter(SparseRouter):
             random order in training; or all modality ids, such as `(1, 0)` to serve
             modality 1 first.
         excluded_experts: experts that no token may choose.
-        **kwargs: arguments of `SparseRouter`. `capacity_factor` is 1.05 by default;
+        gates: `"softmax"` over experts, or `"sigmoid"` of each logit, as in DeepSeek-V3
+            and SigLino; only with `affinity="softmax"`, which then means the gates.
+        selection_bias_rate: u, by how much a step of training moves each expert's
+            selection bias, which is added to the gates when experts are chosen, but not
+            to the combine weights: up if its load was below the mean, down if it was
+            above. 0.001 in the paper; 0 for a fixed bias; None for no bias. Replaces
+            auxiliary losses. Routers that are frozen keep their bias.
+        route_scale: factor on the combine weights, after `normalize_gates`.
+        **kwargs: arguments of `SparseRouter`. `noise_std` is 0 by default with sigmoid
+            gates or a selection bias. `capacity_factor` is 1.05 by default;
             CLIP-UP omits K, so that its 2.0 with K = 2 is 1.0 here.
             `normalize_gates="before"` divides combine weights by their sum over the
             token's K choices, `"after"` over those that got a slot (*CLIP-UP*, appendix
@@ -62,7 +75,9 @@ class TokenChoiceRouter(SparseRouter):
     capacity; see their attributes.
 
     Reference: *Routers in Vision Mixture of Experts*, sections 2.1 and 2.2, Algorithm
-    1; *LIMoE*, figure 6, for shuffled and modality priorities.
+    1; *LIMoE*, figure 6, for shuffled and modality priorities; *Auxiliary-Loss-Free
+    Load Balancing Strategy for Mixture-of-Experts*, Algorithm 1, for the selection
+    bias.
 
     Example:
 
@@ -76,6 +91,8 @@ class TokenChoiceRouter(SparseRouter):
 
     default_capacity_factor = 1.05
     normalizations = NORMALIZATIONS
+    # Forward passes whose gradients make one step; `compile` of a task sets it.
+    passes_per_step = 1
 
     def __init__(
         self,
@@ -84,9 +101,32 @@ class TokenChoiceRouter(SparseRouter):
         dropless: bool = False,
         priority: str | Sequence[int] = "first_come",
         excluded_experts: Sequence[int] = (),
+        gates: str = "softmax",
+        selection_bias_rate: float | None = None,
+        route_scale: float = 1.0,
         **kwargs,
     ):
+        self.gates = check_one_of("gates", gates, GATES)
+        if selection_bias_rate is not None:
+            check_not_negative("selection_bias_rate", selection_bias_rate)
+        self.selection_bias_rate = selection_bias_rate
+        self.route_scale = check_positive("route_scale", route_scale)
+        is_plain = gates == "softmax" and selection_bias_rate is None
+        if not is_plain and kwargs.get("noise_std") is None:
+            kwargs["noise_std"] = 0.0
         super().__init__(num_experts, num_selected_experts, **kwargs)
+        if not is_plain and type(self.affinity) is not SoftmaxAffinity:
+            raise ValueError(
+                "Expected affinity='softmax' for gates and choices without transport; "
+                f"received: affinity={self.affinity}, gates={gates!r}, "
+                f"selection_bias_rate={selection_bias_rate}"
+            )
+        if self.expert_pools is not None and selection_bias_rate is not None:
+            raise ValueError(
+                "Expected one pool of experts, whose load a selection bias balances; "
+                f"received: expert_pools={self.expert_pools}, "
+                f"selection_bias_rate={selection_bias_rate}"
+            )
         self.num_selected_experts = check_selected(
             num_selected_experts, self.num_experts
         )
@@ -110,7 +150,8 @@ class TokenChoiceRouter(SparseRouter):
         self.priority = _check_priority(priority, super().modality_count)
 
     def default_auxiliary_losses(self):
-        if not isinstance(self.affinity, SoftmaxAffinity):
+        is_balanced = self.selection_bias_rate is not None
+        if is_balanced or not isinstance(self.affinity, SoftmaxAffinity):
             return None
         # V-MoE's losses; the load loss is defined only with noise.
         load = {"load": 0.005} if self.noise_std > 0 else {}
@@ -127,6 +168,20 @@ class TokenChoiceRouter(SparseRouter):
                 f"expert_pools={self.expert_pools}, excluded_experts={excluded_experts}"
             )
         return tuple(sorted(excluded))
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        if self.selection_bias_rate is None:
+            return
+        # The bias, the choices of each expert in the last step (so far), and the number
+        # of forward passes of an unfinished step.
+        self.selection_bias = self._add_state("selection_bias", (self.num_experts,))
+        self.expert_load = self._add_state("expert_load", (self.num_experts,))
+        self.num_passes = self._add_state("num_passes", ())
+
+    def _add_state(self, name, shape):
+        kept = {"trainable": False, "autocast": False, "dtype": "float32"}
+        return self.add_weight(shape, "zeros", name=name, **kept)
 
     @property
     def modality_count(self) -> int | None:
@@ -157,10 +212,42 @@ class TokenChoiceRouter(SparseRouter):
     def max_nonzeros(self, num_tokens, training):
         return self.num_selected_experts
 
+    def gates_of(self, logits: Tensor) -> Tensor:
+        if self.gates == "sigmoid":
+            return ops.sigmoid(logits)
+        return super().gates_of(logits)
+
     def allocate(self, affinity, gates, mask=None, training=None, modality_ids=None):
+        if self.selection_bias_rate is not None:
+            # Tokens choose the K largest of g_i + b_i; g_i weighs the outputs.
+            affinity = affinity + ops.convert_to_tensor(self.selection_bias)
+            if training:
+                self._balance(affinity, mask)
         capacity = self.group_capacity(ops.shape(affinity)[1], training)
         priority = self.served_by(affinity, modality_ids, training)
         return self.choose(affinity, gates, mask, capacity, priority)
+
+    def _balance(self, affinity, mask):
+        """Moves the selection bias against the load, once for each step."""
+        is_trained = self.trainable and self.kernel.trainable
+        if not (self.selection_bias_rate and is_trained) or is_transformed():
+            return
+        chosen = selected_experts(affinity, self.num_selected_experts)
+        if mask is not None:
+            chosen = ops.where(ops.expand_dims(mask, -1), chosen, 0.0)
+        bias, load, passes = map(
+            ops.convert_to_tensor,
+            (self.selection_bias, self.expert_load, self.num_passes),
+        )
+        load = ops.where(passes > 0, load, 0.0) + ops.sum(chosen, axis=(0, 1))
+        # b_i <- b_i + u sign(mean load - load of i), by the load of all passes of a
+        # step whose gradients are accumulated.
+        mean = ops.sum(load) / (self.num_experts - len(self.excluded_experts))
+        moved = bias + self.selection_bias_rate * ops.sign(mean - load)
+        is_last = passes + 1 >= self.passes_per_step
+        self.selection_bias.assign(ops.where(is_last, moved, bias))
+        self.expert_load.assign(load)
+        self.num_passes.assign(ops.where(is_last, 0.0, passes + 1))
 
     def served_by(
         self, affinity: Tensor, modality_ids: Tensor | None, training: bool | None
@@ -188,7 +275,7 @@ class TokenChoiceRouter(SparseRouter):
     ) -> Any:
         """The token choice plan; dropless if `capacity` is None."""
         if capacity is None:
-            return dropless_token_choice(
+            plan = dropless_token_choice(
                 affinity,
                 gates,
                 self.num_selected_experts,
@@ -196,6 +283,7 @@ class TokenChoiceRouter(SparseRouter):
                 self.normalize_gates,
                 **arguments,
             )
+            return self._scaled(plan)
 
         numbers = None if isinstance(priority, str) else priority
 
@@ -211,7 +299,12 @@ class TokenChoiceRouter(SparseRouter):
                 **arguments,
             )
 
-        return vmap_groups(allocate, affinity, gates, mask, numbers)
+        return self._scaled(vmap_groups(allocate, affinity, gates, mask, numbers))
+
+    def _scaled(self, plan):
+        if self.route_scale == 1:
+            return plan
+        return plan._replace(combine_weights=self.route_scale * plan.combine_weights)
 
     def total_slots(self, num_tokens: int) -> int:
         return num_tokens * self.num_selected_experts

@@ -25,6 +25,7 @@ _TILED = {
     for layer in ("hidden", "output", "gate")
     for kind in ("kernel", "bias")
 }
+_SHARED = "moe/shared_experts/"
 # Optimizer attributes that are lists but not slots.
 _NOT_SLOTS = ("_variables", "_trainable_variables")
 
@@ -36,11 +37,17 @@ def _source_of(path: str, dense: dict) -> tuple[str | None, bool]:
     for end, dense_end in _TILED.items():
         if path.endswith(end):
             return path.removesuffix(end) + dense_end, True
+    if _SHARED in path:
+        return path.replace(_SHARED, "mlp/"), False
     return None, False  # The routers' own.
 
 
 def copy_weights(
-    dense_model: KerasModel, sparse_model: KerasModel, noise: float, seed: int
+    dense_model: KerasModel,
+    sparse_model: KerasModel,
+    noise: float,
+    reinitialize: float,
+    seed: int,
 ) -> dict[str, tuple[str, bool]]:
     """Copies a dense model's weights; each MLP becomes every expert of its block.
 
@@ -49,28 +56,76 @@ def copy_weights(
     dense = {weight.path: weight for weight in dense_model.weights}
     generator, sources = np.random.default_rng(seed), {}
     _copy_to_mumoe(dense_model, sparse_model, noise, generator)
+    shares = _shares(sparse_model)
     for weight in sparse_model.weights:
         source, is_tiled = _source_of(weight.path, dense)
         if source is None:
             continue
-        sources[weight.path] = source, is_tiled
         # Copied: on JAX both models would otherwise share, and donate, one buffer.
         value = keras.ops.convert_to_numpy(dense[source])
+        if "/output" in weight.path and (is_tiled or _SHARED in weight.path):
+            value = value * shares.get(weight.path.partition("/moe/")[0], 1.0)
         if is_tiled:
-            _assign_tiled(weight, value.astype("float32"), noise, generator)
+            value = _tiled(weight, value.astype("float32"), noise, generator)
+            weight.assign(_reinitialized(weight.path, value, reinitialize, seed))
+        elif _SHARED in weight.path:
+            _assign_shared(weight, value)
         else:
             weight.assign(value)
+        if is_tiled or tuple(weight.shape) == value.shape:
+            sources[weight.path] = source, is_tiled
     return sources
 
 
-def _assign_tiled(weight, value, noise, generator):
-    """Copies a dense weight to every expert, with noise relative to its deviation."""
+def _shares(model):
+    """The share of each block's MLP that its experts, and its shared ones, compute."""
+    backbone, shares = getattr(model, "backbone", model), {}
+    for name in backbone.routing:
+        moe = getattr(backbone.get_layer(name), "feed_forward", None)
+        if getattr(moe, "shared_experts", None) is not None:
+            # s MLP(x) from each, where the routed ones have route_scale on top.
+            scale = getattr(moe.router, "route_scale", 1.0)
+            shares[moe.path.removesuffix("/moe")] = 1.0 / (1.0 + scale)
+    return shares
+
+
+def _assign_shared(weight, value):
+    """Copies a dense weight to an MLP that is n of them, whose outputs add up."""
+    if "/output/bias" in weight.path:
+        weight.assign(value)
+        return
+    axis = 0 if "/output/" in weight.path else -1
+    count = weight.shape[axis] // value.shape[axis]
+    value = np.concatenate([value] * count, axis)
+    weight.assign(value / count if axis == 0 else value)
+
+
+def _tiled(weight, value, noise, generator):
+    """A dense weight for every expert, with noise relative to its deviation."""
     scale = noise * value.std()
     value = np.repeat(value[None], weight.shape[0], axis=0)
     if scale:
         draw = generator.normal(scale=scale, size=value.shape)
         value += draw.astype("float32")
-    weight.assign(value)
+    return value
+
+
+def _reinitialized(path, experts, share, seed):
+    """Draws a share of each expert's hidden units again, as Drop-Upcycling does."""
+    if not share or path.endswith("output_bias"):
+        return experts
+    # Units (E, H, ...): the columns of hidden and gate kernels, the rows of the output.
+    units = experts if "/output" in path else np.moveaxis(experts, -1, 1)
+    count = round(share * units.shape[1])
+    # One set S for all kernels of an expert.
+    block = np.random.default_rng([seed, *path.partition("/moe/")[0].encode()])
+    generator = np.random.default_rng([seed, *path.encode()])
+    for own in units:
+        chosen = block.permutation(len(own))[:count]
+        # W = I_S * R + (1 - I_S) * W, with R from N(mean, deviation) of W's units in S.
+        mean, deviation = own[chosen].mean(), own[chosen].std()
+        own[chosen] = generator.normal(mean, deviation, own[chosen].shape)
+    return experts
 
 
 def _copy_to_mumoe(dense_model, sparse_model, noise, generator):
@@ -254,7 +309,7 @@ class UpcyclingReport(NamedTuple):
         (console or Console()).print(table)
 
 
-def report_of(dense_model, sparse_model, blocks, inputs, noise):
+def report_of(dense_model, sparse_model, blocks, inputs, is_changed):
     """Compares a sparse model with its dense original on the same inputs."""
     description = describe(sparse_model)
     backbone = getattr(sparse_model, "backbone", sparse_model)
@@ -270,7 +325,7 @@ def report_of(dense_model, sparse_model, blocks, inputs, noise):
     modalities = {}
     for modality in MODALITIES if isinstance(backbone, PairBackbone) else ():
         own = tuple(name for name in blocks if name.startswith(f"{modality}/"))
-        preserved = _preserves([layers[name] for name in own], noise)
+        preserved = _preserves([layers[name] for name in own], is_changed)
         modalities[modality] = ModalityReport(
             own, outputs[modality], tokens[modality], preserved
         )
@@ -281,7 +336,7 @@ def report_of(dense_model, sparse_model, blocks, inputs, noise):
         active_parameters=description.active_parameters,
         largest_difference=max(outputs.values()),
         largest_token_difference=max(tokens.values()),
-        preserved=_preserves(layers.values(), noise),
+        preserved=_preserves(layers.values(), is_changed),
         modalities=modalities,
     )
 
@@ -341,9 +396,9 @@ def _results(model, inputs):
     }
 
 
-def _preserves(layers, noise):
+def _preserves(layers, is_changed):
     """Whether layers of experts compute the dense ones' function, in theory."""
-    return not layers or (noise == 0 and all(map(_averages_experts, layers)))
+    return not layers or (not is_changed and all(map(_averages_experts, layers)))
 
 
 def _averages_experts(layer):
@@ -358,6 +413,8 @@ def _averages_experts(layer):
     if not isinstance(router, TokenChoiceRouter) or router.normalize_gates is None:
         return False
     if router.expert_types.zero_computation or layer.input_scale != 1:
+        return False
+    if router.route_scale != 1 and layer.shared_experts is None:
         return False
     factor = router.limits(False)[0]
     if factor is None:

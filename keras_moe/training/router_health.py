@@ -54,16 +54,19 @@ COLUMNS = (
     "dropped_choices",
     "mean_max_gate",
     "expert_shares",
+    "selection_bias",
 )
+_PER_EXPERT = COLUMNS[-2:]
 
 
 class RouterHealth(PeriodicCallback):
     """Routes a fixed batch every few epochs or steps and reports statistics per layer.
 
-    The statistics are those of `keras_moe.analysis.routing_statistics`; for muMoE,
-    non-zero coefficients count as assignments. Dead experts have a share below
-    0.01 / E. The logs and the history get the worst layer's `router/entropy`,
-    `router/dead` and `router/dropped`, and `router/max_gate` averaged over layers.
+    The statistics are those of `keras_moe.analysis.routing_statistics`, and selection
+    biases; for muMoE, non-zero coefficients count as assignments. Dead experts have a
+    share below 0.01 / E. The logs and the history get the worst layer's
+    `router/entropy`, `router/dead` and `router/dropped`, and `router/max_gate` averaged
+    over layers.
 
     The primary process writes the files. A failed write only warns and is repeated with
     the next one.
@@ -184,8 +187,11 @@ class RouterHealth(PeriodicCallback):
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()
         for row in self.layers:
-            shares = " ".join(f"{share:.6g}" for share in row["expert_shares"])
-            writer.writerow({**row, "expert_shares": shares})
+            joined = {
+                name: " ".join(f"{value:.6g}" for value in row[name] or ())
+                for name in _PER_EXPERT
+            }
+            writer.writerow({**row, **joined})
         with written_if_possible(self.csv_path):
             write_text(self.csv_path, text.getvalue())
 
@@ -195,9 +201,10 @@ class RouterHealth(PeriodicCallback):
             # After a failure, a new file hides what the last one has of these steps.
             events = events or EventFile(folder, self._unwritten[0]["step"])
             for row in self._unwritten:
-                scalars = {name: row[name] for name in COLUMNS[3:-1]}
-                loads = enumerate(row["expert_shares"])
-                scalars |= {f"load/{expert}": share for expert, share in loads}
+                scalars = {name: row[name] for name in COLUMNS[3:-2]}
+                for tag, name in zip(("load", "bias"), _PER_EXPERT):
+                    of_experts = enumerate(row[name] or ())
+                    scalars |= {f"{tag}/{expert}": x for expert, x in of_experts}
                 tag = f"router/{row['layer']}"
                 given = {f"{tag}/{x}": y for x, y in scalars.items() if y is not None}
                 events.write(row["step"], given)
@@ -218,11 +225,14 @@ class _RoutingProbe(Hooked):
         backbone: Any = getattr(model, "backbone", model)
         # Plain numbers, so that Keras does not track them.
         self.selected = dict.fromkeys(routing)
+        biases = {}
         for name in routing:
             # Heads and token mixers of muMoE use all experts.
             if name != "head" and not name.endswith("/token_mixer"):
                 router = getattr(backbone.get_layer(name).feed_forward, "router", None)
                 self.selected[name] = getattr(router, "num_selected_experts", None)
+                biases[name] = getattr(router, "selection_bias", None)
+        object.__setattr__(self, "_biases", biases)
         self.without_padding = [name for name in routing if masks_padding(model, name)]
 
     def rows(self, inputs):
@@ -230,6 +240,10 @@ class _RoutingProbe(Hooked):
         for number, variable in enumerate(self.model.non_trainable_variables):
             if variable.path.endswith("seed_generator_state"):
                 variable.assign(ops.cast([number, 0], variable.dtype))
+        biases = {
+            name: None if bias is None else ops.convert_to_numpy(bias).tolist()
+            for name, bias in self._biases.items()
+        }
         records, rows = predict_batch(self, inputs), []
         for name, selected in self.selected.items():
             mask = None
@@ -239,6 +253,7 @@ class _RoutingProbe(Hooked):
             shares = figures.expert_shares
             row = {"layer": name, **figures.to_dict()}
             del row["affinity_imbalance"]
+            row["selection_bias"] = biases.get(name)
             row["largest_share"] = float(shares.max())
             row["dead_experts"] = float((shares < DEAD / len(shares)).mean())
             rows.append(row)

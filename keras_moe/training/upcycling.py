@@ -16,6 +16,7 @@ from keras_moe._checks import (
     check_integer,
     check_not_negative,
     check_one_of,
+    check_share,
 )
 from keras_moe._compat import flatten_layers
 from keras_moe._freezing import copy_freezing
@@ -94,6 +95,7 @@ def upcycle(
     moe_layers: str | int | Sequence[int] = "every_2",
     router: str = "softmax_token_choice",
     noise: float = 0.0,
+    reinitialize: float = 0.0,
     normalize_gates: bool | str | None = None,
     preset: str | None = None,
     carry_optimizer: bool = False,
@@ -121,6 +123,10 @@ def upcycle(
             truncated singular value decomposition).
         noise: standard deviation of noise added to each expert's weights, relative to
             that of the weights. For muMoE, noise on the first level's expert factors.
+        reinitialize: share of each expert's hidden units, others in each, that is drawn
+            again from a normal distribution with the mean and deviation of the weights
+            that it replaces, so that experts differ: 0.5 in *Drop-Upcycling*. Not for
+            muMoE, and without `carry_optimizer`.
         normalize_gates: whether to divide a token's combine weights by their sum after
             routing; `"before"` divides before routing. With K = 1 normalised gates are
             all 1, so only auxiliary losses train the router. None means yes, unless the
@@ -136,7 +142,7 @@ def upcycle(
             library, too.
         images: (B, height, width, channels) images, or a dict of inputs, for the
             report's differences. None uses four examples of noise.
-        noise_seed: seed of `noise`.
+        noise_seed: seed of `noise` and `reinitialize`.
         towers: towers of a `CLIPBackbone` to upcycle: None for both, a tuple such as
             `("image",)`, or a dict with overrides of the arguments per tower, such as
             `{"image": {"num_experts": 16}, "text": {}}`.
@@ -148,7 +154,8 @@ def upcycle(
         `UpcyclingReport`.
 
     Reference: *Sparse Upcycling: Training Mixture-of-Experts from Dense Checkpoints*,
-        section 3; *CLIP-UP*, section 2.2, Table 3 and appendix B.3, for its preset.
+        section 3; *CLIP-UP*, section 2.2, Table 3 and appendix B.3, for its preset;
+        *Drop-Upcycling*, section 3, for `reinitialize`.
 
     Example:
 
@@ -161,6 +168,13 @@ def upcycle(
     (('block_1', 'block_3'), True)
     """
     check_not_negative("noise", noise)
+    check_share("reinitialize", reinitialize)
+    if reinitialize and (carry_optimizer or router == MUMOE):
+        raise ValueError(
+            "Expected experts with units of their own and a new optimizer for "
+            f"reinitialize={reinitialize}; received: router={router!r}, "
+            f"carry_optimizer={carry_optimizer}"
+        )
     arguments = {
         "num_experts": num_experts,
         "moe_layers": moe_layers,
@@ -185,11 +199,13 @@ def upcycle(
     _check_dense(dense_model, overrides)
     sparse_model = _sparse_twin(dense_model, overrides, moe_arguments)
     blocks = _new_blocks(dense_model, sparse_model, overrides)
-    sources = copy_weights(dense_model, sparse_model, noise, noise_seed)
-    report = report_of(dense_model, sparse_model, blocks, images, noise)
+    sources = copy_weights(dense_model, sparse_model, noise, reinitialize, noise_seed)
+    is_changed = noise > 0 or reinitialize > 0
+    report = report_of(dense_model, sparse_model, blocks, images, is_changed)
     if getattr(dense_model, "compiled", False):
         _compile(dense_model, sparse_model)
-    copy_freezing(dense_model, sparse_model, {"mlp": "moe/experts"})
+    copies = ("moe/experts", "moe/shared_experts")
+    copy_freezing(dense_model, sparse_model, {"mlp": copies})
     if carry_optimizer and dense_model.optimizer.built:
         # After freezing, since only trainable weights have slots.
         sparse_model.optimizer.build(sparse_model.trainable_variables)

@@ -115,6 +115,7 @@ def moe(dtype=None, **kwargs):
         {"importance": 0.1, "load": 0.2, "router_z": 0.3},
         dispatcher="einsum",
         input_scale=2.0,
+        shared_experts=layers.MLP(5, dtype=dtype, name="shared_experts"),
         dtype=dtype,
         **kwargs,
     )
@@ -265,6 +266,10 @@ COUNTED = {
     "SoftRouter of slots": lambda: routers.SoftRouter(E, num_slots=2),
     "gating residual": lambda: pathway_aware(gating_residual=True),
     "MoE of token choice": lambda: moe_of(routers.TokenChoiceRouter(E)),
+    "MoE of a selection bias": lambda: moe_of(
+        routers.TokenChoiceRouter(E, gates="sigmoid", selection_bias_rate=0.1),
+        shared_experts=layers.MLP(16, name="shared_experts"),
+    ),
     "MoE of expert choice": lambda: moe_of(routers.ExpertChoiceRouter(E)),
     "MoE of soft routing": lambda: moe_of(routers.SoftRouter(E, capacity_factor=2.0)),
     "MoE of residuals": lambda: moe_of(pathway_aware(gating_residual=True)),
@@ -330,6 +335,11 @@ def test_weight_shapes_and_parameters_are_those_of_the_built_layer(name):
     ("plain Experts", (4 * 280, 280, 2 * 6 * 2 * 8 * 16)),
     # Kernel (8, 4), and two of four experts for each token.
     ("MoE of token choice", (1152, 32 + 2 * 280, 12 * (32 + 2 * 2 * 8 * 16))),
+    # And an MLP of the same size for every token.
+    (
+        "MoE of a selection bias",
+        (1432, 32 + 3 * 280, 12 * (32 + 3 * 2 * 8 * 16)),
+    ),
     # Four projections, and queries by keys and weights by values.
     ("plain Attention", (288, 288, 2 * 6 * 4 * 64 + 2 * 2 * 6 * 6 * 8)),
     # A row for each of 20 ids, of which a lookup multiplies none.

@@ -32,6 +32,7 @@ NOT_DEFAULT = {
     "dispatcher": "einsum", "zero_experts": 1, "copy_experts": 2,
     "constant_experts": "auto", "gating_residual": True, "gated_experts": True,
     "expert_use_bias": False, "expert_activation": "silu", "input_scale": 2.0,
+    "shared_experts": 2,
     "pruning": {
         "method": "router_pred_skip",
         "kept_experts": {"block_1": [0, 2]},

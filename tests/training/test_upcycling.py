@@ -92,6 +92,10 @@ def test_reference_upcycling(case):
         ("vit", {"num_selected_experts": 1}, True),
         ("vit", {"router": "sinkhorn_token_choice"}, True),
         ("vit", {"evaluation": "official", "eval_capacity_factor": 4.0}, True),
+        ("vit", {"shared_experts": 1}, True),
+        ("vit", {"shared_experts": 2, "route_scale": 2.5}, True),
+        ("vit", {"gates": "sigmoid", "selection_bias_rate": 0.001}, True),
+        ("vit", {"route_scale": 2.5}, False),
         ("vit", {"normalize_gates": False}, False),
         ("vit", {"evaluation": "official", "eval_capacity_factor": 0.3}, False),
         ("vit", {"evaluation": "official", "capacity_factor": 0.3}, False),
@@ -121,7 +125,8 @@ def test_the_function_is_preserved_where_theory_says_so(kind, arguments, preserv
     np.testing.assert_allclose(report.largest_difference, actual, rtol=1e-3, atol=1e-6)
     assert report.blocks == ("block_0",)
     assert report.dense_parameters == dense.count_params()
-    assert report.parameters == sparse.count_params()
+    trained = sum(int(np.prod(x.shape)) for x in sparse.trainable_weights)
+    assert report.parameters == trained
     # The dense model is as it was, and everything but the MoE layers is copied.
     for path, value in by_path(dense).items():
         np.testing.assert_array_equal(value, before[path])
@@ -146,6 +151,56 @@ def test_experts_are_copies_and_noise_makes_them_differ():
     noise = actual - kernel
     np.testing.assert_allclose(noise.std(), 0.1 * kernel.std(), rtol=0.02)
     assert np.abs(noise[0] - noise[1]).max() > 0
+
+
+def test_a_share_of_each_experts_units_is_drawn_again():
+    """*Drop-Upcycling*: the same units in all kernels, others in each expert."""
+    dense = with_weights(MAKERS["vit"](gated_mlp=True))
+    sparse, report = training.upcycle(dense, num_experts=3, reinitialize=0.25)
+    assert not report.preserved
+    before, after = by_path(dense), by_path(sparse)
+    is_new = {}
+    for name, axis in (("hidden", 1), ("gate", 1), ("output", 0)):
+        old = before[f"block_1/mlp/{name}/kernel"]
+        new = after[f"block_1/moe/experts/{name}_kernel"]
+        changed = (new != old).any(axis=2 - axis)
+        # Whole units, and only a quarter of the 24.
+        np.testing.assert_array_equal(changed, (new != old).all(axis=2 - axis))
+        np.testing.assert_array_equal(changed.sum(axis=1), [6, 6, 6])
+        is_new[name] = changed
+        for expert, units in enumerate(changed):
+            replaced, drawn = (
+                np.moveaxis(x, axis, 0)[units] for x in (old, new[expert])
+            )
+            # Five standard errors of a mean of as many numbers.
+            error = 5 * replaced.std() / replaced.size**0.5
+            assert abs(drawn.mean() - replaced.mean()) < error
+            assert drawn.std() == pytest.approx(replaced.std(), rel=0.35)
+    np.testing.assert_array_equal(is_new["hidden"], is_new["output"])
+    np.testing.assert_array_equal(is_new["hidden"], is_new["gate"])
+    assert (is_new["hidden"][0] != is_new["hidden"][1]).any()
+    biases = after["block_1/moe/experts/hidden_bias"]
+    np.testing.assert_array_equal(
+        biases != before["block_1/mlp/hidden/bias"], is_new["hidden"]
+    )
+    np.testing.assert_array_equal(
+        after["block_1/moe/experts/output_bias"],
+        np.stack([before["block_1/mlp/output/bias"]] * 3),
+    )
+    again, _ = training.upcycle(dense, num_experts=3, reinitialize=0.25)
+    for path, value in by_path(again).items():
+        # Routers have no seed here.
+        if "/router/" not in path:
+            np.testing.assert_array_equal(value, after[path], path)
+    for arguments in (
+        {"reinitialize": 1.5},
+        {"reinitialize": 0.5, "router": "mumoe"},
+        {"reinitialize": 0.5, "carry_optimizer": True},
+    ):
+        with pytest.raises(
+            ValueError, match=f"reinitialize={arguments['reinitialize']}"
+        ):
+            training.upcycle(dense, **arguments)
 
 
 def test_a_backbone_keeps_its_policy():

@@ -334,7 +334,9 @@ def block_kind(block: keras.layers.Layer) -> str:
         return "dense"
     router = block.feed_forward.router
     types = router.expert_types._replace(ffn=len(router.expert_columns))
-    return f"MoE {types}, {router.summary}"
+    shared = getattr(block.feed_forward, "shared_experts", None)
+    also = "" if shared is None else " and shared"
+    return f"MoE {types}{also}, {router.summary}"
 
 
 def layer_cost(layer: keras.layers.Layer, shape: tuple) -> Cost:

@@ -111,7 +111,12 @@ def with_kept_experts(
                 for weight in layer.experts.weights:
                     selections[id(weight)] = (0, rows)
             if columns_are_cut:
-                selections[id(layer.router.kernel)] = (-1, columns)
+                # The last axis of the kernel, and of a selection bias, is E.
+                selections |= {
+                    id(weight): (-1, columns)
+                    for weight in layer.router.weights
+                    if len(weight.shape)
+                }
         pruning = {"method": method, "kept_experts": kept, "removed": removed}
         tower["moe"] = {**tower["moe"], "pruning": pruning}
 

@@ -23,6 +23,7 @@ from keras_moe.models.loading.blueprint import Part
 from keras_moe.models.preprocessing.tokenizer import TextTokenizer
 from keras_moe.models.saving._lora import settle_policies, training_config
 from keras_moe.models.saving._weights_file import checked_weights, save_weights
+from keras_moe.routers import TokenChoiceRouter
 
 # Its methods are called past those of a task's other base classes.
 _HUB_TASK: Any = keras_hub.models.Task
@@ -168,6 +169,11 @@ class MoETask(MoEModel):
         _HUB_TASK.compile(
             self, optimizer=optimizer, loss=loss, metrics=metrics, **kwargs
         )
+        optimizer = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        for layer in flatten_layers(self):
+            if isinstance(layer, TokenChoiceRouter):
+                # A selection bias moves once a step, too.
+                layer.passes_per_step = optimizer.gradient_accumulation_steps or 1
 
     def compile_from_config(self, config: dict) -> None:
         """Compiles a loaded model, which Keras skips if `compile` is overridden."""
