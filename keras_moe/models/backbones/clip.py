@@ -260,15 +260,6 @@ class CLIPBackbone(PairBackbone):
         return self.config.text
 
     @classmethod
-    def unbuilt_blocks(cls, **config) -> list:
-        config = cls.make_config(config)
-        return [
-            block
-            for name, family in tower_families(cls).items()
-            for block in family.tower(getattr(config, name), "float32").blocks
-        ]
-
-    @classmethod
     def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
         config = cls.make_config(config)
         parts, num_tokens = [], 0

@@ -47,7 +47,8 @@ def export_signature(
         _check_groups(routers, input_signature)
     if backend == "torch" and format == "torch" and dynamic_shapes is not None:
         _check_groups(routers, None)
-    if backend == "torch" and format == "tf_saved_model" and not _has_torch_xla():
+    has_xla = importlib.util.find_spec("torch_xla") is not None
+    if backend == "torch" and format == "tf_saved_model" and not has_xla:
         raise ValueError(
             "Expected format='torch' or 'onnx' on PyTorch; received: "
             "format='tf_saved_model'. Save the model with save_to_preset, and export "
@@ -60,10 +61,6 @@ def export_signature(
         # The other two formats have a fixed number of tokens.
         return _signature(model)
     return input_signature
-
-
-def _has_torch_xla():
-    return importlib.util.find_spec("torch_xla") is not None
 
 
 def _signature(model):

@@ -64,13 +64,7 @@ class ModelSource:
     def classes(
         self, task: str | None, cls: type | None, has_classes: bool
     ) -> tuple[type, type | None]:
-        """Returns the backbone's and the task's class, None for no task.
-
-        Args:
-            task: name of the wanted task or `"backbone"`, if any.
-            cls: class that the model must have, if any.
-            has_classes: whether the model must have classes.
-        """
+        """The classes of backbone and task that a task's name or a class asks for."""
         backbone, is_task = self.backbone, cls is not None and registry.is_task(cls)
         wanted = getattr(cls, "backbone_cls", None) if is_task else cls
         if wanted is not None and not issubclass(backbone, wanted):
