@@ -175,11 +175,7 @@ class ExportedTower(NamedTuple):
         return _ACTIVATIONS[self.config["activation"]]
 
     def without_patch_bias(self) -> tuple[dict[str, np.ndarray], Normalization]:
-        """Returns the weights without a patch bias, which CLIP does not have.
-
-        CLIP's image normalisation is unfolded into the kernel, with the fewest digits
-        that give the same product. Any other bias is added to the positions.
-        """
+        """Returns the weights without a patch bias, which CLIP does not have."""
         values = dict(self.values)
         bias, kernel = values.pop("patch_embedding/bias"), values[KERNEL]
         if not bias.any():

@@ -52,11 +52,9 @@ def check_labels(labels: object, num_classes: int, loss: object) -> None:
 
 
 def checking_labels(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a step that checks the labels of each batch.
-
-    JAX would give an unknown class no loss. TensorFlow reads batches in its graph, and
-    raises an error of its own.
-    """
+    """Returns a step that checks the labels of each batch."""
+    # JAX would give an unknown class no loss. TensorFlow reads batches in its graph,
+    # and raises an error of its own.
     if keras.backend.backend() == "tensorflow":
         return step
 

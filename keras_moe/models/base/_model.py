@@ -300,10 +300,7 @@ class MoEModel(Exportable, TorchParameters):
 
 @contextlib.contextmanager
 def state_kept(model: KerasModel, training: bool = False) -> Iterator[None]:
-    """Restores the last complete step on errors; JAX would leave variables empty.
-
-    There, other threads wait that train or evaluate the same model.
-    """
+    """Restores the last complete step on errors; JAX would leave variables empty."""
     if keras.backend.backend() != "jax":
         yield
         return
