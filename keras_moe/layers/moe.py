@@ -100,8 +100,7 @@ class MoE(Layer):
         num_ffn_experts = len(self.router.expert_columns)
         if num_ffn_experts != self.experts.num_experts:
             raise ValueError(
-                "Expected router and experts of one num_experts; received: "
-                f"router.num_experts={self.router.num_experts}, of these "
+                "Expected router and experts of one num_experts; received: a router of "
                 f"{num_ffn_experts} FFN experts, "
                 f"experts.num_experts={self.experts.num_experts}"
             )

@@ -224,9 +224,8 @@ class ExportedModel(NamedTuple):
         texts = (TextBackbone, DecoderBackbone)
         if not isinstance(backbone, (CLIPBackbone, ViTBackbone, *texts)):
             raise ValueError(
-                "Expected a CLIPBackbone, a ViTBackbone, a TextBackbone, a "
-                "DecoderBackbone or a task around one; received: "
-                f"{type(backbone).__name__}"
+                "Expected a CLIPBackbone, ViTBackbone, TextBackbone, DecoderBackbone, "
+                f"or a task around one; received: {type(backbone).__name__}"
             )
         values, config = _values(model), backbone.get_config()
         preprocessor = getattr(model, "image_preprocessor", None)

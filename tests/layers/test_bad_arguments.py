@@ -114,7 +114,7 @@ BAD_VALUES = [
     (mumoe, {"kind": None}, {"rank": [3]}),
     (layers.PatchEmbedding, {"hidden_dim": 8, "patch_size": 4}, {
         "patch_size": [0, 4.0, "44", (4, 4, 4), (4, 4.0), True, None],
-        "interpolation": [3], "kernel_initializer": [None],
+        "interpolation": [3],
     }),
     (layers.resize_patch_kernel, {"kernel": zeros(2, 2, 1, 1), "patch_size": 4}, {
         "patch_size": [0], "interpolation": ["nearest"],

@@ -96,10 +96,11 @@ class PairBackbone(TakesPairs, ReadsTexts, MoEBackbone):
 
     def _check_inputs(self, inputs, labels=None):
         if is_array(inputs) or (isinstance(inputs, dict) and "images" not in inputs):
+            given = sorted(inputs) if isinstance(inputs, dict) else "an array"
             raise ValueError(
-                "Expected a dict of images, token_ids, padding_mask; received: "
-                f"{sorted(inputs) if isinstance(inputs, dict) else 'an array'}. "
-                "encoder('image') and encoder('text') take one modality alone."
+                "Expected a dict of images, token_ids, padding_mask, unless to "
+                "encoder('image') or encoder('text'), which take one modality alone; "
+                f"received: {given}"
             )
         if isinstance(inputs, dict):
             check_input_names(inputs, tuple(self.input))

@@ -60,12 +60,11 @@ class CLIPConfig(ModelArguments):
             values[name] = self._tower(name, backbone_class(family))
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        if self.embedding_size("image") != self.embedding_size("text"):
+        sizes = {name: self.embedding_size(name) for name in _TOWERS}
+        if len({*sizes.values()}) > 1:
             raise ValueError(
                 "Expected embeddings of one size, or a projection_dim; received: "
-                f"projection_dim={self.projection_dim}, images of "
-                f"{self.embedding_size('image')}, texts of "
-                f"{self.embedding_size('text')}"
+                f"projection_dim={self.projection_dim}, sizes={sizes}"
             )
         check_pooling(self.image_pooling, self.image.class_token)
 

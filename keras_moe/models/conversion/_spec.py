@@ -227,8 +227,7 @@ def activation_of(name: str | None, file: Any, overrides: dict) -> Any:
     if name not in ACTIVATIONS:
         raise ValueError(
             "Expected activation='quick_gelu' (OpenAI's weights) or 'gelu' (most of "
-            f"OpenCLIP's), which neither weights nor config of {file.path} tell; "
-            f"received: {name!r}"
+            f"OpenCLIP's), which {file.path} does not tell; received: {name!r}"
         )
     return ACTIVATIONS[name]
 

@@ -49,9 +49,8 @@ class VMoECheckpoint(PublishedTensors):
             stored = sum(size for x in self._chunks[name] for _, size in x.pieces)
             if stored != info.nbytes:
                 raise ValueError(
-                    f"Expected {info.nbytes} bytes of {name!r} in the shards of "
-                    f"{prefix}; received: {stored}. A shard belongs to another "
-                    "checkpoint."
+                    f"Expected {info.nbytes} bytes of {name!r} in {prefix}'s own "
+                    f"shards; received: {stored}"
                 )
 
     def _scan(self, path):

@@ -76,10 +76,9 @@ def check_convertible(source: Any) -> None:
     check_path("source", source)
     if not is_convertible(source):
         raise ValueError(
-            "Expected weights to convert: a V-MoE checkpoint's prefix, an .npz, a "
-            ".safetensors file, a folder with one of these, or of timm, OpenCLIP or "
-            "transformers, a KerasHub model or preset, or hf://, kaggle://, gs:// of "
-            f"them; received: {source!r}"
+            "Expected weights to convert: a V-MoE's prefix, an .npz or .safetensors, a "
+            "folder or hf://, kaggle:// or gs:// of these, of timm, OpenCLIP or "
+            f"transformers, or a KerasHub model or preset; received: {source!r}"
         )
 
 

@@ -222,9 +222,8 @@ def open_model_source(
     if preset is not None and preset["weights"] is not None and load_weights:
         if preset["package"] is not None and not os.path.isdir(preset["weights"]):
             raise ValueError(
-                f"Expected the package {preset['package']}, which has the weights of "
-                f"{source!r} under {preset['license']}; received: no such package. "
-                "load_weights=False makes the model with random weights"
+                f"Expected the package {preset['package']}, which has the weights "
+                f"({preset['license']}), or load_weights=False; received: {source!r}"
             )
         return _Saved(preset["weights"], load_weights, source)
     if preset is not None:

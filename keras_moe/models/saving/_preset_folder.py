@@ -182,9 +182,8 @@ def _listed(source, metadata, files):
     for file in files:
         if not isinstance(sums, dict) or not isinstance(sums.get(file.name), str):
             raise ValueError(
-                f'Expected the SHA-256 of {file.name} in "{CHECKSUMS}" of {source}; '
-                f'received: {str(sums)[:200]!r}. Remove "{CHECKSUMS}" from it to load '
-                "the file all the same"
+                f'Expected the SHA-256 of {file.name} in "{CHECKSUMS}" of {source}, or '
+                f'no "{CHECKSUMS}"; received: {str(sums)[:200]!r}'
             )
     return sums
 

@@ -281,9 +281,8 @@ class CausalLM(LabellessTask, HubCausalLM):
         ):
             raise ValueError(
                 f"Expected targets to be integers of shape {shape}, from 0 to "
-                f"vocabulary_size - 1 = {largest - 1} or -1; received: "
-                f"shape={targets.shape}, dtype={targets.dtype}, {targets.min()} to "
-                f"{targets.max()}"
+                f"{largest - 1} or -1; received: shape={targets.shape}, "
+                f"dtype={targets.dtype}, {targets.min()} to {targets.max()}"
             )
 
     def call(
@@ -502,9 +501,8 @@ def _sampler(sampler):
         known = samplers.get(sampler)
     if not isinstance(known, samplers.Sampler):
         raise ValueError(
-            "Expected sampler to be the name or an instance of one of "
-            f"keras_hub.samplers, such as 'top_k' or 'greedy'; received: "
-            f"sampler={sampler!r}"
+            "Expected one of keras_hub.samplers or its name, such as 'top_k'; "
+            f"received: sampler={sampler!r}"
         )
     return known
 

@@ -193,8 +193,7 @@ class ContrastiveModel(TakesPairs, LabellessTask):
         if not callable(loss) or isinstance(loss, type) or is_for_tensors:
             raise ValueError(
                 "Expected a loss of (y_true, y_pred), whose y_pred is a dict of "
-                "embeddings, such as SoftmaxContrastiveLoss(); received: "
-                f"loss={loss!r}"
+                f"embeddings; received: loss={loss!r}"
             )
         if getattr(loss, "reduction", None) == "sum":
             raise ValueError(
@@ -204,9 +203,8 @@ class ContrastiveModel(TakesPairs, LabellessTask):
         wanted = getattr(loss, "parameters", ())
         if missing := [name for name in wanted if name not in names]:
             raise ValueError(
-                "Expected a model with all that the loss reads, such as "
-                f"temperature='siglip'; received: {type(loss).__name__} for a model "
-                f"without {missing}"
+                "Expected a model with all that the loss reads; received: "
+                f"{type(loss).__name__} for a model without {missing}"
             )
         return loss
 
