@@ -149,10 +149,8 @@ def dropped_out(
 
 
 def fused_bias(layer: keras.layers.Layer) -> keras.layers.Layer:
-    """Makes a dense layer compute `keras_moe.ops.linear` on PyTorch.
-
-    Replaces the method, so that weight paths, LoRA and quantisation keep working.
-    """
+    """Makes a dense layer compute `keras_moe.ops.linear` on PyTorch."""
+    # Weight paths, LoRA and quantisation keep working.
     if keras.backend.backend() == "torch":
         layer.call = types.MethodType(_call, layer)
     return layer

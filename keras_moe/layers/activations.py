@@ -74,9 +74,8 @@ def get(identifier: Activation) -> Callable:
         ) from error
     if getattr(activation, "__name__", "") == "<lambda>":
         raise ValueError(
-            "Expected an activation that can be saved: a name, or a function that is "
-            "registered with keras.saving.register_keras_serializable; received: a "
-            "lambda"
+            "Expected a name, or a function under "
+            "@keras.saving.register_keras_serializable; received: a lambda"
         )
     return activation
 

@@ -220,14 +220,6 @@ class Block(Layer):
         outputs = self._run((tokens,), mask, {}, boundaries, mixer_arguments, training)
         return outputs if "cache" in (mixer_arguments or {}) else outputs[0]
 
-    def _normed(self, tokens):
-        """The feed-forward layer's input."""
-        if self.feed_forward_norm is not None:
-            tokens = inner_call(self.feed_forward_norm, tokens)
-        if self.steering is not None:
-            tokens = tokens + ops.cast(self.steering, tokens.dtype)
-        return tokens
-
     def _run(self, inputs, mask, arguments, boundaries, mixer_arguments, training):
         """The tokens and the routing records, for tokens and maybe previous logits."""
 
@@ -235,7 +227,11 @@ class Block(Layer):
             tokens, mixer_records = self._mix(
                 tokens, training, mask, boundaries, mixer_arguments
             )
-            x = self._normed(tokens)
+            x = tokens
+            if self.feed_forward_norm is not None:
+                x = inner_call(self.feed_forward_norm, x)
+            if self.steering is not None:
+                x = x + ops.cast(self.steering, x.dtype)
             residual = _present(previous_logits=previous_logits)
             x = inner_call(
                 self.feed_forward, x, training=training, **arguments, **residual

@@ -359,10 +359,8 @@ class Experts(Layer):
         names = self._saved_weights()
         if len(store.keys()) != len(names):
             raise ValueError(
-                f"Expected the {len(names)} weights {', '.join(names)} of "
-                f"{type(self).__name__} with "
-                f"quantization_mode={self.quantization_mode!r}; received: "
-                f"{len(store.keys())} weights"
+                f"Expected the weights {names} for quantization_mode="
+                f"{self.quantization_mode!r}; received: {len(store.keys())} weights"
             )
         for index, name in enumerate(names):
             assign_stored(getattr(self, name), store, str(index))

@@ -108,8 +108,7 @@ class MoE(Layer):
         num_ffn_experts = len(self.router.expert_columns)
         if num_ffn_experts != self.experts.num_experts:
             raise ValueError(
-                "Expected router and experts of one num_experts; received: "
-                f"router.num_experts={self.router.num_experts}, of these "
+                "Expected router and experts of one num_experts; received: a router of "
                 f"{num_ffn_experts} FFN experts, "
                 f"experts.num_experts={self.experts.num_experts}"
             )
@@ -173,8 +172,10 @@ class MoE(Layer):
             training=training,
             **residual,
         )
-        if training and self.trainable:
-            self._add_losses(routing, group_mask, group_ids)
+        for loss in self.auxiliary_losses if training and self.trainable else ():
+            if loss.weight:
+                value = loss(routing, self.router, group_mask, group_ids)
+                self.add_loss(ops.mean(value))
         if self.input_scale != 1:
             grouped = self.input_scale * grouped
         if is_bfloat16_on_tpus(grouped):
@@ -266,12 +267,6 @@ class MoE(Layer):
         x = ops.reshape(x, (-1, x.shape[-1]))
         return ops.reshape(x[: batch * length], (batch, length, x.shape[-1]))
 
-    def _add_losses(self, routing, mask, modality_ids):
-        for loss in self.auxiliary_losses:
-            if loss.weight == 0:
-                continue
-            self.add_loss(ops.mean(loss(routing, self.router, mask, modality_ids)))
-
     def parts(self, shape: tuple) -> dict[Any, tuple]:
         parts = (
             self.router,
@@ -284,7 +279,10 @@ class MoE(Layer):
     def cost(self, shape: tuple) -> Cost:
         num_tokens, dim = shape
         router, in_place = self.router, self.zero_computation_experts
-        competing = self._competing(num_tokens)
+        # Tokens per group at inference.
+        competing = num_tokens
+        if self.group_size is not None and not router.groups_per_example(False):
+            competing = self.group_size
         # The example's share of its group's slots.
         num_slots = router.total_slots(competing) * num_tokens // competing
         per_token = router.experts_per_token(competing)
@@ -300,12 +298,6 @@ class MoE(Layer):
         if self.shared_experts is not None:
             cost += self.shared_experts.cost(shape)
         return cost
-
-    def _competing(self, num_tokens):
-        """Tokens per group at inference, for examples of `num_tokens` tokens."""
-        if self.group_size is None or self.router.groups_per_example(False):
-            return num_tokens
-        return self.group_size
 
     def get_config(self):
         auxiliary_losses = losses.serialize(self.auxiliary_losses)

@@ -549,9 +549,8 @@ def resolve_moe_layers(
         indices = sorted(_indices(moe_layers))
     if not indices or len({*indices}) < len(indices) or indices[-1] >= num_layers:
         raise ValueError(
-            f"Expected moe_layers to be different indices below {num_layers}, "
-            f"'every_n' or 'last_n' that fit num_layers={num_layers}, or None; "
-            f"received: moe_layers={moe_layers!r}"
+            "Expected moe_layers to be different indices, 'every_n' or 'last_n' that "
+            f"fit num_layers={num_layers}, or None; received: moe_layers={moe_layers!r}"
         )
     return tuple(indices)
 

@@ -448,9 +448,8 @@ def check_rank(rank: Rank, factorization: str | None, levels: int) -> Rank:
         return _check_size(rank)
     if not isinstance(rank, (list, tuple)) or len(rank) != levels + 2:
         raise ValueError(
-            f"Expected rank to be {levels + 2} integers for "
-            f"factorization={factorization!r} and {levels} levels of experts; "
-            f"received: rank={rank!r}"
+            f"Expected {levels + 2} integers for factorization={factorization!r} and "
+            f"{levels} levels of experts; received: rank={rank!r}"
         )
     return tuple(_check_size(size) for size in rank)
 

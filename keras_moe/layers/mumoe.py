@@ -29,6 +29,9 @@ from keras_moe.ops._multilinear import projections
 class MuMoEBase(Layer):
     """Gate, norm and experts of `MuMoE` and `MuMoEBlock`, which define `sizes`."""
 
+    # O.
+    units: int | None
+
     def __init__(
         self,
         num_experts: int | Sequence[int],
@@ -93,9 +96,21 @@ class MuMoEBase(Layer):
             for name, (inputs, units) in sizes.items()
         }
 
-    def project(
-        self, inputs: Tensor, experts: MultilinearExperts
-    ) -> tuple[Any, Any, Any]:
+    def build(self, input_shape):
+        self.gate.build(input_shape)
+        if self.norm is not None:
+            self.norm.build(input_shape)
+
+    def _gated(self, inputs, experts, training, mask=None):
+        """The outputs of the first layer of experts, and what the gate returns."""
+        x, logits, projected = self._projected(inputs, experts)
+        coefficients, routing, sources = self.gate(
+            inputs, training=training, logits=logits, mask=mask, with_sources=True
+        )
+        x = experts(x, coefficients, projected=projected, sources=sources)
+        return x, coefficients, routing, sources
+
+    def _projected(self, inputs, experts):
         """The experts' input, the gate's logits and the experts' projection."""
         if self.norm is not None:
             return self.norm(inputs), None, None
@@ -105,6 +120,11 @@ class MuMoEBase(Layer):
         kernels = [ops.cast(kernel, gate.compute_dtype) for kernel in gate.kernels]
         *logits, projected = projections(inputs, *kernels, factor)
         return inputs, logits, projected
+
+    def compute_output_spec(self, inputs, mask=None, modality_ids=None, training=None):
+        _, routing = self.gate.compute_output_spec(inputs)
+        shape = (*inputs.shape[:-1], self.units or inputs.shape[-1])
+        return keras.KerasTensor(shape, self.compute_dtype), routing
 
     def parts(self, shape: tuple) -> dict[Any, tuple]:
         parts = {self.gate: shape}
@@ -167,9 +187,7 @@ class MuMoE(MuMoEBase):
         return {"experts": (dim, self.units)}
 
     def build(self, input_shape):
-        self.gate.build(input_shape)
-        if self.norm is not None:
-            self.norm.build(input_shape)
+        super().build(input_shape)
         (self.experts,) = self.unbuilt_experts(input_shape[-2:])
         self.experts.build(input_shape)
         if self.edited_outputs:
@@ -183,11 +201,7 @@ class MuMoE(MuMoEBase):
             )
 
     def call(self, inputs: Tensor, training: bool | None = None) -> tuple[Any, Any]:
-        x, logits, projected = self.project(inputs, self.experts)
-        coefficients, routing, sources = self.gate(
-            inputs, training=training, logits=logits, with_sources=True
-        )
-        outputs = self.experts(x, coefficients, projected=projected, sources=sources)
+        outputs, _, routing, _ = self._gated(inputs, self.experts, training)
         return self._edited(outputs, routing.gates), routing
 
     def _edited(self, outputs, gates):
@@ -197,11 +211,6 @@ class MuMoE(MuMoEBase):
         places = ops.one_hot(self.edited_outputs, self.units, dtype="float32")
         offsets = ops.matmul(ops.matmul(gates, self.logit_offsets), places)
         return outputs + ops.cast(offsets, outputs.dtype)
-
-    def compute_output_spec(self, inputs, training=None):
-        _, routing = self.gate.compute_output_spec(inputs)
-        shape = (*inputs.shape[:-1], self.units)
-        return keras.KerasTensor(shape, self.compute_dtype), routing
 
 
 def _check_outputs(edited_outputs, units):
@@ -272,9 +281,7 @@ class MuMoEBlock(MuMoEBase):
 
     def build(self, input_shape):
         self.hidden, self.output_experts = self.unbuilt_experts(input_shape[-2:])
-        self.gate.build(input_shape)
-        if self.norm is not None:
-            self.norm.build(input_shape)
+        super().build(input_shape)
         self.hidden.build(input_shape)
         self.output_experts.build((*input_shape[:-1], self.mlp_dim))
 
@@ -285,21 +292,14 @@ class MuMoEBlock(MuMoEBase):
         modality_ids: Tensor | None = None,
         training: bool | None = None,
     ) -> tuple[Any, Any]:
-        x, logits, projected = self.project(inputs, self.hidden)
-        coefficients, routing, sources = self.gate(
-            inputs, training=training, logits=logits, mask=mask, with_sources=True
+        x, coefficients, routing, sources = self._gated(
+            inputs, self.hidden, training, mask
         )
-        x = self.hidden(x, coefficients, projected=projected, sources=sources)
         x = self.hidden_activation(x)
         x = self.output_experts(x, coefficients, sources=sources)
         if mask is not None:
             x = ops.where(ops.expand_dims(ops.cast(mask, "bool"), -1), x, 0)
         return x, routing
-
-    def compute_output_spec(self, inputs, mask=None, modality_ids=None, training=None):
-        _, routing = self.gate.compute_output_spec(inputs)
-        shape = (*inputs.shape[:-1], self.units or inputs.shape[-1])
-        return keras.KerasTensor(shape, self.compute_dtype), routing
 
     @property
     def router(self) -> ExpertCoefficients:

@@ -7,8 +7,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe._checks import check_initializer, check_integer, check_one_of, check_pair
-from keras_moe._types import Initializer, Tensor
+from keras_moe._checks import check_integer, check_one_of, check_pair
+from keras_moe._types import Tensor
 from keras_moe.layers._layer import Layer
 from keras_moe.layers.position_embedding import (
     INTERPOLATIONS,
@@ -102,7 +102,6 @@ class PatchEmbedding(Layer):
     Args:
         hidden_dim: D.
         patch_size: an int or (height, width).
-        kernel_initializer: initializer of the kernel (height, width, channels, D).
         interpolation: interpolation of loaded weights, see `resize_patch_kernel`.
         padding: `"valid"`, or `"same"` to pad the image with zeros to whole patches.
         **kwargs: arguments of `keras.layers.Layer`.
@@ -125,7 +124,6 @@ class PatchEmbedding(Layer):
         self,
         hidden_dim: int,
         patch_size: int | Sequence[int],
-        kernel_initializer: Initializer = "lecun_normal",
         interpolation: str = "bilinear",
         padding: str = "valid",
         **kwargs,
@@ -137,16 +135,13 @@ class PatchEmbedding(Layer):
         )
         self.hidden_dim = check_integer("hidden_dim", hidden_dim)
         self.patch_size = check_pair("patch_size", patch_size)
-        self.kernel_initializer = check_initializer(
-            "kernel_initializer", kernel_initializer
-        )
 
     def build(self, input_shape):
         self.grid(input_shape)
         self.kernel = self.add_weight(
             name="kernel",
             shape=(*self.patch_size, input_shape[-1], self.hidden_dim),
-            initializer=self.kernel_initializer,
+            initializer="lecun_normal",
         )
         self.bias = self.add_weight(
             name="bias", shape=(self.hidden_dim,), initializer="zeros"
@@ -164,9 +159,8 @@ class PatchEmbedding(Layer):
             return -(-height // self.patch_size[0]), -(-width // self.patch_size[1])
         if height % self.patch_size[0] or width % self.patch_size[1]:
             raise ValueError(
-                "Expected an image that the patch size divides; received: "
-                f"image height and width={(height, width)}, "
-                f"patch_size={self.patch_size}"
+                "Expected an image that the patch size divides; received: height and "
+                f"width={(height, width)}, patch_size={self.patch_size}"
             )
         return height // self.patch_size[0], width // self.patch_size[1]
 

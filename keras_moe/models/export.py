@@ -175,11 +175,7 @@ class ExportedTower(NamedTuple):
         return _ACTIVATIONS[self.config["activation"]]
 
     def without_patch_bias(self) -> tuple[dict[str, np.ndarray], Normalization]:
-        """Returns the weights without a patch bias, which CLIP does not have.
-
-        CLIP's image normalisation is unfolded into the kernel, with the fewest digits
-        that give the same product. Any other bias is added to the positions.
-        """
+        """Returns the weights without a patch bias, which CLIP does not have."""
         values = dict(self.values)
         bias, kernel = values.pop("patch_embedding/bias"), values[KERNEL]
         if not bias.any():
@@ -228,9 +224,8 @@ class ExportedModel(NamedTuple):
         texts = (TextBackbone, DecoderBackbone)
         if not isinstance(backbone, (CLIPBackbone, ViTBackbone, *texts)):
             raise ValueError(
-                "Expected a CLIPBackbone, a ViTBackbone, a TextBackbone, a "
-                "DecoderBackbone or a task around one; received: "
-                f"{type(backbone).__name__}"
+                "Expected a CLIPBackbone, ViTBackbone, TextBackbone, DecoderBackbone, "
+                f"or a task around one; received: {type(backbone).__name__}"
             )
         values, config = _values(model), backbone.get_config()
         preprocessor = getattr(model, "image_preprocessor", None)

@@ -186,10 +186,9 @@ def check_loadable(model: KerasModel) -> None:
     for name in names:
         if keras.saving.get_registered_object(name) is None:
             raise ValueError(
-                "Expected classes that loading finds again, decorated with "
-                "@keras.saving.register_keras_serializable('my_package') (of models "
-                "also with @register_backbone or @register_task); received: a model "
-                f"with {name}, which is not. save_weights works all the same"
+                "Expected classes under @keras.saving.register_keras_serializable"
+                "('my_package'), which loading finds again; received: a model with "
+                f"{name}, which save_weights can save"
             )
 
 

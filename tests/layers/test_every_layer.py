@@ -61,7 +61,7 @@ ARGUMENTS = {
         "rank": (2, 3, 4), "hidden_activation": "relu", "input_norm": True,
     }),
     "PatchEmbedding": (layers.PatchEmbedding, {
-        "hidden_dim": D, "patch_size": (2, 4), "kernel_initializer": "glorot_normal",
+        "hidden_dim": D, "patch_size": (2, 4),
     }),
     "PositionEmbedding": (layers.PositionEmbedding, {
         "grid": (2, 3), "kind": "learned", "interpolation": "bicubic",

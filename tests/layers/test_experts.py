@@ -162,17 +162,6 @@ def test_outliers_of_another_expert_change_no_steps_of_int8():
         assert_same(layer.hidden_kernel[index], other.hidden_kernel[index])
 
 
-@pytest.mark.every_backend
-@pytest.mark.filterwarnings("ignore:Skipping nested container")
-def test_int8_weights_are_refused_by_float_experts(tmp_path):
-    inputs, layer = keras.Input((E, C, D)), experts()
-    layer.quantize("int8")
-    path = tmp_path / "model.weights.h5"
-    keras.Model(inputs, layer(inputs)).save_weights(path)
-    with pytest.raises(ValueError, match="quantization_mode=None"):
-        keras.Model(inputs, experts()(inputs)).load_weights(path)
-
-
 def test_pairs_train_beside_int8_kernels(tmp_path):
     layer = experts()
     layer.quantize("int8")

@@ -335,38 +335,3 @@ def test_a_share_is_of_the_inputs_of_the_block():
     assert layer.cost((1, 9)).parameters == sum(
         int(np.prod(w.shape)) for w in layer.trainable_weights
     )
-
-
-@pytest.mark.parametrize("mode", ["eval", "train"])
-def test_input_norm_of_a_layer_is_the_released_one(mode):
-    """The released block of two layers, made of its parts."""
-    arrays, config = golden.load("10_mumoe/block_cp_ln_h2_2layer_inputln")
-    options = {"num_experts": config["expert_dims"], "rank": config["ranks"]}
-    layer = MuMoE(
-        config["output_dim"], normalization="layer", input_norm=True, **options
-    )
-    second = MultilinearExperts(config["second_dim"], **options)
-    x = arrays["inputs/x"]
-    layer.build(x.shape)
-    second.build((*x.shape[:-1], config["output_dim"]))
-    for level, kernel in enumerate(layer.gate.kernels):
-        kernel.assign(arrays[f"params/projs/{level}"])
-    for stack, experts in (("MuMoE", layer.experts), ("MuMoE2", second)):
-        for index, factor in enumerate(experts.factors):
-            factor.assign(arrays[f"params/{stack}/factors/{index}"])
-    layer.norm.gamma.assign(arrays["params/input_ln/weight"])
-    layer.norm.beta.assign(arrays["params/input_ln/bias"])
-    training = mode == "train"
-    hidden, _ = layer(x, training=training)
-    coefficients, _ = layer.gate(x, training=training)
-    y = second(keras.activations.gelu(hidden, approximate=False), coefficients)
-    assert_close(y, arrays[f"outputs/{mode}/y"], 1e-4, 1e-5)
-    assert layer.cost((1, x.shape[-1])).parameters == layer.count_params()
-    # Without one expert, as with all: what the experts read is normalised.
-    place = np.zeros((len(x), 1, 2), "int32")
-    rest = to_numpy(without_experts(layer, place)(x)[0])
-    kept = to_numpy(layer.experts.expert_weights([(0, 0)]))[0]
-    z = to_numpy(layer.norm(x))
-    z = np.concatenate([z, np.ones_like(z[..., :1])], axis=-1)
-    share = to_numpy(coefficients[0])[..., :1] * to_numpy(coefficients[1])[..., :1]
-    assert_close(to_numpy(hidden) - rest, share * (z @ kept), 1e-3, 1e-4)

@@ -220,7 +220,7 @@ CALLS = [
     ),
     # Models of pairs
     (lambda: clip().predict({"images": IMAGES, "token_ids": IDS}), "ding_mask alone"),
-    (lambda: clip().predict(TEXTS), r"encoder\('text'\) take one modality alone"),
+    (lambda: clip().predict(TEXTS), r"encoder\('text'\), which take one modality"),
     (lambda: clip().encoder("sound"), "received: modality='sound'"),
     (lambda: pairs_model().encode_text(EMPTY), "a token that is no padding"),
     (lambda: pairs_model().encode_text(["a cat"]), "TextTokenizer for its prepr"),

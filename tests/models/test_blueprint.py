@@ -6,7 +6,12 @@ import keras
 import pytest
 
 from keras_moe import models
-from keras_moe.models import MixerBackbone, ViTBackbone, ViTImageClassifier
+from keras_moe.models import (
+    MixerBackbone,
+    MixerImageClassifier,
+    ViTBackbone,
+    ViTImageClassifier,
+)
 from tests import golden
 from tests.published import hub_vit
 from tests.refusals import refuses
@@ -81,6 +86,7 @@ def test_described_is_what_is_built(sources, kind):
     ({}, {"task": "image_clasifier"}, "task='image_clasifier'"),
     ({"pooling": "map"}, {"task": "backbone"}, "pooling='map'"),
     ({}, {"cls": MixerBackbone}, "of a MixerBackbone for MixerBackbone"),
+    ({}, {"cls": MixerImageClassifier}, "a MixerBackbone for .*of a ViTBackbone"),
     ({"num_classes": 3, "backbone": 3}, {}, "backbone=3"),
 ])  # fmt: skip
 def test_every_source_refuses_alike(sources, kind, overrides, options, message):

@@ -1,5 +1,7 @@
 """Heads of classifiers: which tokens they read, and muMoE heads."""
 
+import json
+
 import keras
 import numpy as np
 import pytest
@@ -17,10 +19,13 @@ RING = MuMoE(
     expert_noise=0.5, edited_outputs=(1,),
 )  # fmt: skip
 HEADS = {
-    "final": {"head": RING, "output_activation": "softmax", "representation_dim": 6},
+    "final": {
+        "head": RING, "output_activation": "softmax", "representation_dim": 6,
+        "dropout": 0.3, "preprocessor": keras.layers.Rescaling(2.0), "name": "mine",
+    },
     "penultimate": {
         "head": MuMoE(7, 4, rank=5), "head_position": "penultimate", "head_bias": -2.0,
-        "multi_label": True, "head_dtype": "mixed_bfloat16",
+        "multi_label": True, "head_dtype": "mixed_bfloat16", "pooling": "map",
     },
 }  # fmt: skip
 
@@ -62,7 +67,10 @@ def test_outputs_config_and_counts(position):
     trained = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
     assert models.describe(model).parameters == trained
 
-    again = models.ViTImageClassifier.from_config(model.get_config())
+    config = json.loads(json.dumps(model.get_config()))
+    for name in arguments.keys() - {"head", "preprocessor"}:
+        assert config[name] == arguments[name]
+    again = models.ViTImageClassifier.from_config(config)
     assert again.get_config() == model.get_config()
     assert [w.path for w in again.weights] == [w.path for w in model.weights]
 

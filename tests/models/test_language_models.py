@@ -1,6 +1,7 @@
 """Language models: causality, padding, packing, training, generation, bad input."""
 
 import keras
+import keras_hub
 import numpy as np
 import pytest
 from keras import ops
@@ -62,6 +63,12 @@ def test_a_later_token_changes_no_earlier_one(model):
         change = np.abs(model.predict(inputs(other), verbose=0) - before).max(axis=-1)
         assert change[:, :position].max() < 1e-5
         assert change[:, position].min() > 1e-4
+
+
+def test_a_model_after_one_of_keras_hub():
+    # KerasHub's takes Keras's `Functional` out of the bases of all tasks.
+    keras_hub.models.Task(compile=False)
+    language_model("dense")
 
 
 def test_padding_and_the_batch_change_no_result(model):

@@ -1,5 +1,3 @@
-import json
-
 import keras
 import numpy as np
 import pytest
@@ -29,33 +27,6 @@ def classifier(num_classes=3, **kwargs):
     return ViTImageClassifier(
         ViTBackbone.from_config({**SMALL, **kwargs}), num_classes, **head
     )
-
-
-def plain(config):
-    return json.loads(json.dumps(config))
-
-
-def test_every_argument_of_the_classifier_round_trips():
-    model = ViTImageClassifier(
-        ViTBackbone.from_config(SMALL),
-        num_classes=3,
-        preprocessor=keras.layers.Rescaling(2.0),
-        pooling="map",
-        multi_label=True,
-        representation_dim=5,
-        head_bias="prior",
-        output_activation="sigmoid",
-        dropout=0.3,
-        head_dtype="float32",
-        name="mine",
-    )
-    config = plain(model.get_config())
-    again = ViTImageClassifier.from_config(plain(config))
-    assert plain(again.get_config()) == config
-    assert config["pooling"] == "map"
-    assert config["multi_label"] is True
-    assert config["dropout"] == 0.3
-    assert again.name == "mine"
 
 
 def test_each_site_that_draws_has_a_seed_of_its_own():
@@ -136,8 +107,6 @@ def test_multi_label_heads_train_on_vectors():
     model.compile(optimizer=keras.optimizers.Adam(1e-2))
     history = model.fit(x, y, batch_size=8, epochs=10, verbose=0).history["loss"]
     assert history[-1] < 0.9 * history[0]
-    with pytest.raises(ValueError, match=r"\(batch, 4\).*shape=\(16, 3\)"):
-        model.fit(x, np.zeros((16, 3)), verbose=0)
 
 
 @pytest.mark.parametrize("name", ROUTERS)

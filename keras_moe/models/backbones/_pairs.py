@@ -10,7 +10,7 @@ from keras_moe._types import Tensor
 from keras_moe.layers import LogitScale
 from keras_moe.losses.contrastive import TEMPERATURES, Temperature
 from keras_moe.models.backbones.base import MoEBackbone, ReadsTexts
-from keras_moe.models.base._exporting import Exportable
+from keras_moe.models.base._exporting import Exportable, Mixin
 from keras_moe.models.base._input_checks import (
     check_input_names,
     check_inputs,
@@ -31,7 +31,19 @@ class PairEncoder(Exportable, keras.Model):
         self.max_length = max_length
 
 
-class PairBackbone(ReadsTexts, MoEBackbone):
+class TakesPairs(Mixin):
+    """Mixin of models of image-text pairs, which checks the names of their inputs."""
+
+    def call(
+        self, inputs: object, training: bool | None = None, mask: Tensor | None = None
+    ) -> Any:
+        # The first place that sees batches of datasets.
+        if isinstance(inputs, dict):
+            check_input_names(inputs, tuple(self.input))
+        return super().call(inputs, training=training, mask=mask)
+
+
+class PairBackbone(TakesPairs, ReadsTexts, MoEBackbone):
     """Base class of `CLIPBackbone` and `LIMoEBackbone`.
 
     Names in `routing`, `features` and `get_layer` have the modality as a prefix, such
@@ -82,20 +94,13 @@ class PairBackbone(ReadsTexts, MoEBackbone):
         """Returns a layer of a modality's tower."""
         return super().get_layer(name)
 
-    def call(
-        self, inputs: object, training: bool | None = None, mask: Tensor | None = None
-    ) -> Any:
-        # The first place that sees batches of datasets.
-        if isinstance(inputs, dict):
-            check_input_names(inputs, tuple(self.input))
-        return super().call(inputs, training=training, mask=mask)
-
     def _check_inputs(self, inputs, labels=None):
         if is_array(inputs) or (isinstance(inputs, dict) and "images" not in inputs):
+            given = sorted(inputs) if isinstance(inputs, dict) else "an array"
             raise ValueError(
-                "Expected a dict of images, token_ids, padding_mask; received: "
-                f"{sorted(inputs) if isinstance(inputs, dict) else 'an array'}. "
-                "encoder('image') and encoder('text') take one modality alone."
+                "Expected a dict of images, token_ids, padding_mask, unless to "
+                "encoder('image') or encoder('text'), which take one modality alone; "
+                f"received: {given}"
             )
         if isinstance(inputs, dict):
             check_input_names(inputs, tuple(self.input))

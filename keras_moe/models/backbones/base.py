@@ -176,11 +176,9 @@ class MoEBackbone(MoEModel, Backbone):
         stored, expected = np.array(store["moe_blocks"]), self._is_moe_block()
         if not np.array_equal(stored, expected):
             raise ValueError(
-                "Expected weights of a model with the same blocks: "
-                f"num_layers={len(expected)}, "
-                f"moe_layers={np.flatnonzero(expected).tolist()}; received: "
-                f"num_layers={len(stored)}, "
-                f"moe_layers={np.flatnonzero(stored).tolist()}"
+                f"Expected weights of num_layers={len(expected)}, moe_layers="
+                f"{np.flatnonzero(expected).tolist()}; received: num_layers="
+                f"{len(stored)}, moe_layers={np.flatnonzero(stored).tolist()}"
             )
 
     def _is_moe_block(self):

@@ -60,12 +60,11 @@ class CLIPConfig(ModelArguments):
             values[name] = self._tower(name, backbone_class(family))
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        if self.embedding_size("image") != self.embedding_size("text"):
+        sizes = {name: self.embedding_size(name) for name in _TOWERS}
+        if len({*sizes.values()}) > 1:
             raise ValueError(
                 "Expected embeddings of one size, or a projection_dim; received: "
-                f"projection_dim={self.projection_dim}, images of "
-                f"{self.embedding_size('image')}, texts of "
-                f"{self.embedding_size('text')}"
+                f"projection_dim={self.projection_dim}, sizes={sizes}"
             )
         check_pooling(self.image_pooling, self.image.class_token)
 
@@ -258,15 +257,6 @@ class CLIPBackbone(PairBackbone):
     @property
     def _text_config(self):
         return self.config.text
-
-    @classmethod
-    def unbuilt_blocks(cls, **config) -> list:
-        config = cls.make_config(config)
-        return [
-            block
-            for name, family in tower_families(cls).items()
-            for block in family.tower(getattr(config, name), "float32").blocks
-        ]
 
     @classmethod
     def describe_parts(cls, **config) -> tuple[list[Part], int, int]:

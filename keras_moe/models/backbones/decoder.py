@@ -103,11 +103,8 @@ class DecoderConfig(TransformerConfig, VocabularyConfig):
 
 
 def check_causal(moe):
-    """Refuses routers by which a token's output depends on later tokens at inference.
-
-    In training a capacity does the same, since all first choices are served before all
-    second ones, and by priority; it is what the papers do.
-    """
+    """Refuses routers by which a token's output depends on later ones at inference."""
+    # In training a capacity does the same, which is what the papers do.
     arguments, received = moe.router_arguments, f"router={moe.router!r}"
     if not issubclass(moe.router_class, TokenChoiceRouter):
         raise ValueError(
@@ -124,8 +121,7 @@ def check_causal(moe):
     if limits or arguments["evaluation"] == "official":
         raise ValueError(
             "Expected evaluation='batch_invariant' without a capacity at inference, "
-            "where tokens are generated one at a time; received: "
-            f"{received}"
+            f"where tokens are generated one at a time; received: {received}"
         )
     if moe.modality_count is not None:
         raise ValueError(
@@ -306,8 +302,8 @@ class DecoderBackbone(ReadsTexts, MoEBackbone):
         if not fits or (capacity is not None and last > capacity):
             raise ValueError(
                 "Expected a cache for this batch, with room for all tokens; received: "
-                f"token_ids.shape={tuple(token_ids.shape)}, start={start}, a cache for "
-                f"a batch and length of {shapes[0][:2]}"
+                f"start={start}, token_ids.shape={tuple(token_ids.shape)}, a cache of "
+                f"{shapes[0][:2]}"
             )
 
     def _check_inputs(self, inputs, labels=None):

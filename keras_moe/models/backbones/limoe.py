@@ -100,12 +100,7 @@ class LIMoEBackbone(PairBackbone):
         **kwargs: arguments of `ImageConfig`, `TransformerConfig` and `MoEBackbone`.
             Soft routers are not allowed in `moe`: they would mix images with texts.
 
-    Input shape: dict of `"images"` (B, height, width, channels), `"token_ids"`,
-    integers (B, N) with N up to `max_length`, and `"padding_mask"` (B, N), False for
-    padding.
-
-    Output shape: dict of float32 unit vectors `"image_embeddings"` and
-    `"text_embeddings"`, (B, P).
+    Input and output shapes: as `CLIPBackbone`, with N up to `max_length`.
 
     Reference: *Multimodal Contrastive Learning with LIMoE: the Language-Image Mixture
     of Experts*, section 2 and appendices A, B and E, table 4.
@@ -145,9 +140,8 @@ class LIMoEBackbone(PairBackbone):
         for block in blocks:
             if isinstance(getattr(block.feed_forward, "router", None), SoftRouter):
                 raise ValueError(
-                    "Expected a router that sends each token to experts, since soft "
-                    "routing would mix images with texts; received: "
-                    f"router={block.feed_forward.router.summary!r}"
+                    "Expected another router, since soft routing mixes images with "
+                    f"texts; received: router={block.feed_forward.router.summary!r}"
                 )
         # Each modality is embedded separately, before this tower.
         return Tower((), blocks, final_norm_layer(config, dtype))
@@ -244,8 +238,11 @@ def _run(layer, config, inputs):
         ops.full_like(tokens[name][..., 0], MODALITIES.index(name), dtype="int32")
         for name in tokens
     ]
-    # Images come first, with a known number of tokens.
-    boundaries = (tokens["image"].shape[1],) if len(tokens) > 1 else ()
+    # Slices of each modality's tokens: images come first, with a known number of them.
+    boundaries, runs = (), dict.fromkeys(tokens, slice(None))
+    if len(tokens) > 1:
+        boundaries = (tokens["image"].shape[1],)
+        runs = {"image": slice(*boundaries), "text": slice(*boundaries, None)}
     is_masked = config.mask_padding and "text" in tokens
     blocks = [layer(f"block_{index}") for index in range(config.num_layers)]
     encoded = Tower((), tuple(blocks), layer("final_norm")).encode(
@@ -254,7 +251,6 @@ def _run(layer, config, inputs):
         _concatenated(ids),
         boundaries,
     )
-    runs = _runs(tokens, boundaries)
     embeddings = {}
     for name, run in runs.items():
         mask = {"mask": masks[name]} if is_masked and name == "text" else {}
@@ -272,14 +268,6 @@ def _run(layer, config, inputs):
     }
     outputs = layer("logit_scale")(embeddings)
     return outputs, TowerOutputs(encoded.tokens, routing, block_tokens)
-
-
-def _runs(modalities, boundaries):
-    """Returns slices of each modality's tokens."""
-    if not boundaries:
-        return dict.fromkeys(modalities, slice(None))
-    (num_images,) = boundaries
-    return {"image": slice(None, num_images), "text": slice(num_images, None)}
 
 
 def _concatenated(parts):

@@ -116,7 +116,7 @@ class Tower(NamedTuple):
             is_moe = isinstance(block, MoEBlock)
             if is_moe and block.feed_forward.router.gating_residual:
                 own["previous_logits"] = (
-                    _no_logits(x, block) if logits is None else (logits)
+                    _no_logits(x, block) if logits is None else logits
                 )
             outputs = block(x, **own, **fixed)
             x, *records = outputs if isinstance(outputs, tuple) else (outputs,)

@@ -40,10 +40,7 @@ _call: contextvars.ContextVar[tuple[bool, set] | None] = contextvars.ContextVar(
 def announcing(
     method: str, args: tuple, kwargs: dict, seen: tuple[str, ...] = ()
 ) -> Iterator[None]:
-    """Announces compilations unless `verbose` is 0; nested blocks inherit this.
-
-    `seen` has the steps whose data were looked at before.
-    """
+    """Announces compilations unless `verbose` is 0; `seen` are steps looked at."""
     if _call.get() is not None:
         yield
         return
@@ -59,11 +56,7 @@ def announcing(
 def make_step(
     model: KerasModel, name: str, make: Callable[[bool], Any], force: bool
 ) -> object:
-    """Creates a step whose first call is announced and looked at; later ones are not.
-
-    The first batch is looked at where Keras hands it to the step, so that data of every
-    kind are read once.
-    """
+    """Creates a step whose first call is announced, and looks at its batch."""
     with ONE_AT_A_TIME:
         before = getattr(model, name)
         made = make(force)

@@ -96,9 +96,9 @@ def with_kept_experts(
             before["method"] != method or before["removed"] > removed
         ):
             raise ValueError(
-                "Expected a model that is not pruned, or by the same method; received: "
-                f"method={method!r}, removed={removed} for a model pruned with "
-                f"method={before['method']!r}, removed={before['removed']}"
+                f"Expected method={before['method']!r}, removed={before['removed']}, "
+                "by which the model is pruned; received: "
+                f"method={method!r}, removed={removed}"
             )
         kept = {}
         for name in {**own, **before["kept_experts"]}:

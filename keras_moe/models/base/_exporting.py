@@ -47,11 +47,11 @@ def export_signature(
         _check_groups(routers, input_signature)
     if backend == "torch" and format == "torch" and dynamic_shapes is not None:
         _check_groups(routers, None)
-    if backend == "torch" and format == "tf_saved_model" and not _has_torch_xla():
+    has_xla = importlib.util.find_spec("torch_xla") is not None
+    if backend == "torch" and format == "tf_saved_model" and not has_xla:
         raise ValueError(
-            "Expected format='torch' or 'onnx' on PyTorch; received: "
-            "format='tf_saved_model'. Save the model with save_to_preset, and export "
-            "it with KERAS_BACKEND=jax or tensorflow."
+            "Expected format='torch' or 'onnx' on PyTorch, or a preset exported with "
+            "KERAS_BACKEND=jax or tensorflow; received: format='tf_saved_model'"
         )
     if backend == "jax" and format == "tf_saved_model":
         _check_groups(routers, input_signature)
@@ -60,10 +60,6 @@ def export_signature(
         # The other two formats have a fixed number of tokens.
         return _signature(model)
     return input_signature
-
-
-def _has_torch_xla():
-    return importlib.util.find_spec("torch_xla") is not None
 
 
 def _signature(model):
@@ -110,9 +106,8 @@ def _check_groups(routers, input_signature):
         if isinstance(router, SparseRouter) and not router.groups_per_example(False):
             raise ValueError(
                 "Expected an input_signature of one size of batch, such as "
-                "[keras.InputSpec('float32', (8, height, width, channels))], or a "
-                "model loaded with evaluation='batch_invariant', since the program "
-                "needs to know the number of groups; received: "
+                "[keras.InputSpec('float32', (8, height, width, channels))], or "
+                "evaluation='batch_invariant'; received: "
                 f"router={router.summary!r}, input_signature={input_signature}"
             )
 
@@ -121,9 +116,8 @@ def _check_steps(routers, format):
     """Refuses routers that stop when they have converged."""
     for router in _sparsity_constrained(routers):
         raise ValueError(
-            f"Expected a router whose number of steps is fixed for {format=}; "
-            f"received: router={router.summary!r}. Use format='tf_saved_model' on "
-            "JAX or TensorFlow."
+            f"Expected a router whose number of steps is fixed for {format=}, or "
+            f"another backend; received: router={router.summary!r}"
         )
 
 
@@ -132,10 +126,9 @@ def _check_solvers(routers):
     for router in _sparsity_constrained(routers):
         if router.affinity.solver != "adam":
             raise ValueError(
-                "Expected SparsityConstrainedAffinity(solver='adam') for "
-                "format='tf_saved_model' on JAX; received: "
-                f"solver={router.affinity.solver!r}. With KERAS_BACKEND=tensorflow "
-                "every solver can be exported."
+                "Expected SparsityConstrainedAffinity(solver='adam') on JAX, or "
+                "KERAS_BACKEND=tensorflow, for format='tf_saved_model'; received: "
+                f"solver={router.affinity.solver!r}"
             )
 
 

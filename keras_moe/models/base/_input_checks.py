@@ -52,11 +52,9 @@ def check_labels(labels: object, num_classes: int, loss: object) -> None:
 
 
 def checking_labels(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a step that checks the labels of each batch.
-
-    JAX would give an unknown class no loss. TensorFlow reads batches in its graph, and
-    raises an error of its own.
-    """
+    """Returns a step that checks the labels of each batch."""
+    # JAX would give an unknown class no loss. TensorFlow reads batches in its graph,
+    # and raises an error of its own.
     if keras.backend.backend() == "tensorflow":
         return step
 
@@ -102,9 +100,7 @@ def check_inputs(model: KerasModel, inputs: object) -> None:
         _check_shape(symbolic.name, inputs.get(symbolic.name), symbolic.shape[1:])
 
 
-def check_training(
-    model: Any, inputs: object, labels: object, validation_data: object = None
-) -> None:
+def check_training(model: Any, inputs: object, labels: object) -> None:
     model._check_inputs(inputs, labels)
     if has_no_examples(inputs):
         # The mean over no examples is undefined.
@@ -112,8 +108,6 @@ def check_training(
             "Expected at least one image or example to train or evaluate on; "
             "received: none"
         )
-    if isinstance(validation_data, (tuple, list)):
-        model._check_inputs(*validation_data[:2])
 
 
 def check_prediction(model: Any, inputs: object) -> None:

@@ -136,28 +136,28 @@ class MoEModel(Exportable, TorchParameters):
         """Returns the Keras method of this name, such as `fit`."""
         return getattr(super(), name)
 
-    def _labels(self, inputs, labels, sample_weight):
-        """Returns the labels that Keras's methods get."""
-        return labels
+    def _training_data(self, x, y, sample_weight=None):
+        """Returns the inputs and labels that Keras's methods get, checked."""
+        check_training(self, x, y)
+        return x, y
 
     def fit(
         self, x: object = None, y: object = None, *args: object, **kwargs: object
     ) -> keras.callbacks.History:
         """Trains the model as `keras.Model.fit`; arrays are checked first."""
+        x, y = self._training_data(x, y, kwargs.get("sample_weight"))
         validation = kwargs.get("validation_data")
-        check_training(self, x, y, validation)
-        y = self._labels(x, y, kwargs.get("sample_weight"))
-        if isinstance(validation, (tuple, list)) and len(validation) == 3:
-            inputs, _, weights = validation
-            kwargs["validation_data"] = inputs, self._labels(*validation), weights
+        if isinstance(validation, (tuple, list)):
+            inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(validation)
+            inputs, labels = self._training_data(inputs, labels, weights)
+            kwargs["validation_data"] = inputs, labels, weights
         with state_kept(self, training=True), announcing("fit", (y, *args), kwargs):
             return self._training_method("fit")(x, y, *args, **kwargs)
 
     def evaluate(
         self, x: object = None, y: object = None, *args: object, **kwargs: object
     ) -> Any:
-        check_training(self, x, y)
-        y = self._labels(x, y, kwargs.get("sample_weight"))
+        x, y = self._training_data(x, y, kwargs.get("sample_weight"))
         with state_kept(self), announcing("evaluate", (y, *args), kwargs):
             return self._training_method("evaluate")(x, y, *args, **kwargs)
 
@@ -192,28 +192,20 @@ class MoEModel(Exportable, TorchParameters):
         return make_step(self, "predict_function", make, force)
 
     def train_on_batch(
-        self,
-        x: object,
-        y: object = None,
-        sample_weight: object = None,
-        **kwargs: object,
+        self, x: object, y: object = None, sample_weight: object = None, **kwargs
     ) -> Any:
-        check_training(self, x, y)
-        y, method = self._labels(x, y, sample_weight), "train_on_batch"
+        x, y = self._training_data(x, y, sample_weight)
+        method = self._training_method("train_on_batch")
         with state_kept(self, training=True):
-            return self._training_method(method)(x, y, sample_weight, **kwargs)
+            return method(x, y, sample_weight, **kwargs)
 
     def test_on_batch(
-        self,
-        x: object,
-        y: object = None,
-        sample_weight: object = None,
-        **kwargs: object,
+        self, x: object, y: object = None, sample_weight: object = None, **kwargs
     ) -> Any:
-        check_training(self, x, y)
-        y, method = self._labels(x, y, sample_weight), "test_on_batch"
+        x, y = self._training_data(x, y, sample_weight)
+        method = self._training_method("test_on_batch")
         with state_kept(self):
-            return self._training_method(method)(x, y, sample_weight, **kwargs)
+            return method(x, y, sample_weight, **kwargs)
 
     def predict_on_batch(self, x: object, *args: object, **kwargs: object) -> Any:
         check_prediction(self, x)
@@ -308,10 +300,7 @@ class MoEModel(Exportable, TorchParameters):
 
 @contextlib.contextmanager
 def state_kept(model: KerasModel, training: bool = False) -> Iterator[None]:
-    """Restores the last complete step on errors; JAX would leave variables empty.
-
-    There, other threads wait that train or evaluate the same model.
-    """
+    """Restores the last complete step on errors; JAX would leave variables empty."""
     if keras.backend.backend() != "jax":
         yield
         return

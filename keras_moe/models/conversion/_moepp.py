@@ -107,9 +107,8 @@ def _rope(config):
     kind = scaling.get("rope_type", kind)
     if kind not in ("linear", "ntk") and scaling not in ({}, {"rope_type": "default"}):
         raise ValueError(
-            "Expected rope_scaling of type 'linear' or 'ntk', or none, since a base "
-            "that grows with the text makes cached keys wrong; received: "
-            f"rope_scaling={scaling}"
+            "Expected rope_scaling of type 'linear' or 'ntk', which fits cached keys, "
+            f"or none; received: rope_scaling={scaling}"
         )
     if kind == "ntk":
         theta, factor = theta * factor, 1.0

@@ -119,11 +119,9 @@ class TransposedMatrix(Matrix):
 
 @dataclass(frozen=True)
 class ExpertMatrix(Matrix):
-    """A PyTorch kernel to experts in another order; `square` also from experts.
+    """A PyTorch kernel to experts in another order; `square` also from experts."""
 
-    `order[e]` is the tensor's index of this library's expert e.
-    """
-
+    # The tensor's index of each of this library's experts.
     order: tuple[int, ...] = ()
     square: bool = False
 
@@ -139,12 +137,10 @@ class ExpertMatrix(Matrix):
 
 @dataclass(frozen=True)
 class Stacked:
-    """A weight of all experts, from a PyTorch kernel or vector of each.
-
-    With `parts`, kernels hold several layers' outputs, of which this is `part`.
-    """
+    """A weight of all experts, from a PyTorch kernel or vector of each."""
 
     names: tuple[str, ...]
+    # Kernels may hold several layers' outputs, of which this is one.
     part: int = 0
     parts: int = 1
 
@@ -164,14 +160,12 @@ class Stacked:
 
 @dataclass(frozen=True)
 class PatchKernel(Direct):
-    """The patch convolution, with the image normalisation folded in.
+    """The patch convolution, with the image normalisation folded in."""
 
-    `torch` means a layout of (D, channels, height, width). If `patch_size` is given,
-    the kernel is resized to it.
-    """
-
+    # Stored as (D, channels, height, width).
     torch: bool = False
     normalization: Normalization | None = None
+    # To which the kernel is resized.
     patch_size: tuple[int, int] | None = None
     interpolation: str = "bilinear"
 
@@ -232,12 +226,9 @@ class PatchBias(PatchKernel):
 
 @dataclass(frozen=True)
 class Positions(Direct):
-    """A table of position embeddings.
+    """A table of position embeddings; `ids` names KerasHub's stored position ids."""
 
-    `without_class_token`: it has no row for the class token, which gets zeros. `ids`:
-    name of KerasHub's stored position ids.
-    """
-
+    # Without a row for the class token, which gets zeros.
     without_class_token: bool = False
     ids: str | None = None
 
@@ -384,13 +375,6 @@ class BlockNames(NamedTuple):
     output: str
     scales: tuple[str, str] = ("", "")
     query_key_norms: tuple[str, str] = ("", "")
-
-    def has_query_key_norm(self, file, block: str) -> bool:
-        name = self.query_key_norms[0]
-        return bool(name) and f"{block}{name}weight" in file
-
-    def has_scale(self, file, block: str) -> bool:
-        return bool(self.scales[0]) and f"{block}{self.scales[0]}" in file
 
 
 def block_rules(

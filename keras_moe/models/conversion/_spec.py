@@ -168,7 +168,7 @@ def square_grid(num_positions: int, class_token: bool, where: str) -> int:
 def layer_scale_argument(
     file, names: BlockNames, block: str, value: float | None
 ) -> dict:
-    if not names.has_scale(file, block):
+    if not names.scales[0] or f"{block}{names.scales[0]}" not in file:
         return {}
     return {"layer_scale_initial_value": float(value or _LAYER_SCALE)}
 
@@ -227,8 +227,7 @@ def activation_of(name: str | None, file: Any, overrides: dict) -> Any:
     if name not in ACTIVATIONS:
         raise ValueError(
             "Expected activation='quick_gelu' (OpenAI's weights) or 'gelu' (most of "
-            f"OpenCLIP's), which neither weights nor config of {file.path} tell; "
-            f"received: {name!r}"
+            f"OpenCLIP's), which {file.path} does not tell; received: {name!r}"
         )
     return ACTIVATIONS[name]
 

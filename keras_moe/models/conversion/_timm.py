@@ -237,7 +237,7 @@ def _vit_arguments(file, config, settings, overrides):
     heads = settings.get("num_heads") or overrides.get("num_heads")
     by_name = (n for name, n in _HEADS.items() if architecture.startswith(name))
     heads = heads or next(by_name, 0) or usual_heads(hidden_dim, file.path)
-    query_key_norm = _BLOCK.has_query_key_norm(file, "blocks.0.")
+    query_key_norm = "blocks.0.attn.q_norm.weight" in file
     arguments = {
         **patch_arguments((height, width, channels, hidden_dim)),
         "num_layers": num_layers,

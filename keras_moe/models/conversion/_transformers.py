@@ -319,9 +319,8 @@ def _end_of_text(settings, vocabulary_size, file, overrides):
         return None, ("assumed: pooling at the largest id (no config says otherwise)",)
     if end is None or end >= vocabulary_size:
         raise ValueError(
-            f"Expected eos_token_id below vocab_size={vocabulary_size} in the config "
-            f"of {file.path}, or end_of_text_id=... (None for the largest id of each "
-            f"text); received: eos_token_id={end}"
+            f"Expected eos_token_id below vocab_size={vocabulary_size} in {file.path}, "
+            f"or end_of_text_id=... (None: the largest); received: eos_token_id={end}"
         )
     return end, ()
 

@@ -49,14 +49,13 @@ class VMoECheckpoint(PublishedTensors):
             stored = sum(size for x in self._chunks[name] for _, size in x.pieces)
             if stored != info.nbytes:
                 raise ValueError(
-                    f"Expected {info.nbytes} bytes of {name!r} in the shards of "
-                    f"{prefix}; received: {stored}. A shard belongs to another "
-                    "checkpoint."
+                    f"Expected {info.nbytes} bytes of {name!r} in {prefix}'s own "
+                    f"shards; received: {stored}"
                 )
 
     def _scan(self, path):
         """Finds each chunk's bytes without loading it, which msgpack's reader would."""
-        names = list(self)
+        names, unpackb = list(self), _msgpack().unpackb
         with open_regular(path, buffering=512) as stream:
             for _ in range(_number(stream)):
                 key = stream.read(_number(stream)).decode()
@@ -67,7 +66,10 @@ class VMoECheckpoint(PublishedTensors):
                 for _ in range(_number(stream)):
                     _number(stream)
                     pieces = [_piece(stream) for _ in range(_number(stream))]
-                    bounds = _bounds(stream.read(_extension(stream)))
+                    bounds = [
+                        tuple(unpackb(axis)[:2])
+                        for axis in unpackb(stream.read(_extension(stream)))
+                    ]
                     self._chunks[name].append(_Chunk(path, bounds, pieces))
                 self._tensors[name] = self[name]._replace(file=path)
             if stream.tell() != os.path.getsize(path):
@@ -131,11 +133,6 @@ def _leaves(tree, parent):
             yield from _leaves(tree[key], f"{parent}{key}/")
         elif tree[key] is not None:
             yield f"{parent}{key}", tree[key]
-
-
-def _bounds(packed):
-    unpackb = _msgpack().unpackb
-    return [tuple(unpackb(part)[:2]) for part in unpackb(packed)]
 
 
 def _number(stream):

@@ -78,9 +78,8 @@ def _settle(model):
 
     def get_config(self):
         raise ValueError(
-            "Expected save_weights and load_weights for a KerasHub model with experts "
-            "of this library, which its config does not have; received: get_config, "
-            "as for a .keras file or a preset"
+            "Expected save_weights for a model with replaced experts, which its config "
+            "does not have; received: get_config, as for a .keras file or a preset"
         )
 
     backbone = getattr(model, "backbone", model)
@@ -140,8 +139,7 @@ def replace_moe(model: Any) -> Any:
         )
     if getattr(getattr(model, "optimizer", None), "built", False):
         raise ValueError(
-            "Expected a model that was not trained since it was compiled, whose "
-            "optimizer has no state of the old layers: compile it again; received: "
+            "Expected a model that was not trained since it was compiled; received: "
             f"{type(model).__name__} with a built optimizer"
         )
     # The padding mask, which only decoder layers are given.

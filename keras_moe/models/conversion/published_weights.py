@@ -155,20 +155,14 @@ class _ImageSizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PublishedWeights:
-    """Published weights and the rules for converting them.
-
-    Args:
-        source: name of the source, for the report.
-        file: tensors of the source.
-        spec: rules that convert them.
-        new_weights: path prefixes of weights that keep their initial values.
-        load_weights: whether to read values; False only compares names and shapes.
-    """
+    """Published weights and the rules for converting them."""
 
     source: str
     file: PublishedTensors
     spec: ConversionSpec
+    # Path prefixes of weights that keep their initial values.
     new_weights: tuple[str, ...] = ()
+    # False only compares names and shapes.
     load_weights: bool = True
 
     def fills_backbone(self) -> bool:

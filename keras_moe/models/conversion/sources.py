@@ -62,7 +62,7 @@ _WEIGHTS = tuple(f"{stem}{end}" for stem in _STEMS for end in (".safetensors", _
 
 def is_convertible(source: Any) -> bool:
     """Whether `convert` reads `source`; raises ValueError for refused ones."""
-    return _kind(source) is not None
+    return _located(source)[0] is not None
 
 
 def check_convertible(source: Any) -> None:
@@ -74,12 +74,11 @@ def check_convertible(source: Any) -> None:
             f"models.replace_moe; received: {type(source).__name__}"
         )
     check_path("source", source)
-    if _kind(source) is None:
+    if not is_convertible(source):
         raise ValueError(
-            "Expected weights to convert: a V-MoE checkpoint's prefix, an .npz, a "
-            ".safetensors file, a folder with one of these, or of timm, OpenCLIP or "
-            "transformers, a KerasHub model or preset, or hf://, kaggle://, gs:// of "
-            f"them; received: {source!r}"
+            "Expected weights to convert: a V-MoE's prefix, an .npz or .safetensors, a "
+            "folder or hf://, kaggle:// or gs:// of these, of timm, OpenCLIP or "
+            f"transformers, or a KerasHub model or preset; received: {source!r}"
         )
 
 
@@ -87,16 +86,9 @@ def open_source(
     source: Any, overrides: dict, load_weights: bool = True, tower: str | None = None
 ) -> tuple[PublishedTensors, ConversionSpec]:
     """Opens a source of `convert`; returns its tensors, to be closed, and its spec."""
-    check_convertible(source)
-    kind = _kind(source)
+    kind, text = _located(source)
     if kind == "hub":
         return keras_hub_spec(hub_model(source, load_weights), tower)
-    text = os.fspath(source)
-    if kind in ("npz", "vmoe") and os.path.isdir(text):
-        # A V-MoE checkpoint and a folder may share a name.
-        text = (
-            text if os.path.isfile(f"{text}.index") else _only_checkpoint(text) or text
-        )
     config = {}
     if kind == "npz":
         file = NpzCheckpoint(local(text))
@@ -164,32 +156,33 @@ def _clip_tokenizer(folder, spec, config):
 # Kinds of sources
 
 
-def _kind(source):
-    """Returns `"npz"`, `"vmoe"`, `"safetensors"`, `"folder"`, `"hub"` or None."""
+def _located(source):
+    """`"npz"`, `"vmoe"`, `"safetensors"`, `"folder"`, `"hub"` or None, and where."""
     if isinstance(source, CLASSES):
-        return "hub"
+        return "hub", source
     if not isinstance(source, (str, os.PathLike)):
-        return None
+        return None, source
     text = os.fspath(source)
     # A folder can have any name, such as that of a run's checkpoint.
     if os.path.isdir(text) and not os.path.isfile(f"{text}.index"):
         kind = "hub" if _is_hub_preset(text) else _folder_kind(text)
         only = _only_checkpoint(text) if kind is None else None
-        return kind if only is None else _kind(only)
+        return (kind, text) if only is None else _located(only)
     if text.endswith(_PICKLES):
         raise _pickle(text)
-    if text.endswith(".npz"):
-        return "npz"
-    if text.endswith((".safetensors", _INDEX)):
-        return "safetensors"
     is_vmoe = text.startswith(_VMOE_BUCKET) or text.endswith(".index")
-    if is_vmoe or os.path.isfile(f"{text}.index"):
-        return "vmoe"
-    if _is_hub_preset(text):
-        return "hub"
-    if text.startswith(("hf://", "kaggle://")):
-        return _folder_kind(text)
-    return None
+    kind = None
+    if text.endswith(".npz"):
+        kind = "npz"
+    elif text.endswith((".safetensors", _INDEX)):
+        kind = "safetensors"
+    elif is_vmoe or os.path.isfile(f"{text}.index"):
+        kind = "vmoe"
+    elif _is_hub_preset(text):
+        kind = "hub"
+    elif text.startswith(("hf://", "kaggle://")):
+        kind = _folder_kind(text)
+    return kind, text
 
 
 def _is_hub_preset(name):

@@ -64,13 +64,7 @@ class ModelSource:
     def classes(
         self, task: str | None, cls: type | None, has_classes: bool
     ) -> tuple[type, type | None]:
-        """Returns the backbone's and the task's class, None for no task.
-
-        Args:
-            task: name of the wanted task or `"backbone"`, if any.
-            cls: class that the model must have, if any.
-            has_classes: whether the model must have classes.
-        """
+        """The classes of backbone and task that a task's name or a class asks for."""
         backbone, is_task = self.backbone, cls is not None and registry.is_task(cls)
         wanted = getattr(cls, "backbone_cls", None) if is_task else cls
         if wanted is not None and not issubclass(backbone, wanted):
@@ -228,9 +222,8 @@ def open_model_source(
     if preset is not None and preset["weights"] is not None and load_weights:
         if preset["package"] is not None and not os.path.isdir(preset["weights"]):
             raise ValueError(
-                f"Expected the package {preset['package']}, which has the weights of "
-                f"{source!r} under {preset['license']}; received: no such package. "
-                "load_weights=False makes the model with random weights"
+                f"Expected the package {preset['package']}, which has the weights "
+                f"({preset['license']}), or load_weights=False; received: {source!r}"
             )
         return _Saved(preset["weights"], load_weights, source)
     if preset is not None:

@@ -197,8 +197,7 @@ class Blueprint:
 
     def unbuilt_blocks(self) -> list[keras.layers.Layer]:
         """Creates the blocks of the backbone, unbuilt."""
-        with _explained(self.weights):
-            return self.backbone.unbuilt_blocks(**self._sizes())
+        return [block for tower in self.unbuilt_towers() for block in tower.blocks]
 
     def unbuilt_towers(self) -> list[UnbuiltTower]:
         """Creates the towers of the backbone, unbuilt."""

@@ -50,9 +50,8 @@ def save_adapters(backbone: Any, filepath: str | os.PathLike) -> None:
     adapters = adapter_weights(backbone)
     if not adapters or not str(filepath).endswith(".lora.h5"):
         raise ValueError(
-            "Expected a backbone on which enable_lora was called and a file name that "
-            f"ends with .lora.h5; received: {len(adapters)} adapters, "
-            f"filepath={str(filepath)!r}"
+            "Expected a backbone on which enable_lora was called, and a .lora.h5 file; "
+            f"received: {len(adapters)} adapters, filepath={str(filepath)!r}"
         )
     layers = list(_adapted_layers(backbone).values())
     with new_hdf5(filepath, adapters.values()) as file:

@@ -57,14 +57,11 @@ def add_checksums(folder: str | os.PathLike) -> None:
 
 
 def add_tokenizer_checksums(folder: str | os.PathLike) -> None:
-    """Adds a tokenizer's checksums to the metadata, creating it if needed.
-
-    Metadata of a preset without any checksums is left as it is, since checksums for
-    some files only would make the weights' appear missing.
-    """
+    """Adds a tokenizer's checksums to the metadata, creating it if needed."""
     folder = Path(folder)
     path = folder / METADATA
     metadata = json.loads(read_text(path)) if path.is_file() else {CHECKSUMS: {}}
+    # Checksums of some files only would make those of the weights appear missing.
     if CHECKSUMS in metadata:
         sums = {**metadata[CHECKSUMS], **_tokenizer_checksums(folder)}
         write_json(path, {**metadata, CHECKSUMS: dict(sorted(sums.items()))})
@@ -107,7 +104,7 @@ def compare_checksums(path: Path) -> list[Path]:
         regular_file(path)
     if path.suffix == ".json" and path.is_file():
         content = _read_json(path)
-        if content is _NOT_JSON:
+        if content is None:
             raise ValueError(f"Expected whole JSON in {path}; received another file")
         files += [path.with_name(name) for name in shard_names(path, content)]
         expected[path] = _listed(path, content.get("metadata"), files[1:])
@@ -168,14 +165,12 @@ def compare_preset(folder: str | os.PathLike) -> None:
     compare_tokenizer(os.fspath(folder))
 
 
-_NOT_JSON = object()
-
-
 def _read_json(path) -> Any:
+    """The content of a JSON file, or None if it is damaged."""
     try:
         return json.loads(read_text(path))
     except (OSError, RecursionError, ValueError):
-        return _NOT_JSON
+        return None
 
 
 def _listed(source, metadata, files):
@@ -187,9 +182,8 @@ def _listed(source, metadata, files):
     for file in files:
         if not isinstance(sums, dict) or not isinstance(sums.get(file.name), str):
             raise ValueError(
-                f'Expected the SHA-256 of {file.name} in "{CHECKSUMS}" of {source}; '
-                f'received: {str(sums)[:200]!r}. Remove "{CHECKSUMS}" from it to load '
-                "the file all the same"
+                f'Expected the SHA-256 of {file.name} in "{CHECKSUMS}" of {source}, or '
+                f'no "{CHECKSUMS}"; received: {str(sums)[:200]!r}'
             )
     return sums
 
@@ -281,9 +275,7 @@ def check_files(folder: str | os.PathLike) -> dict[str, Any]:
         elif path.exists() and not path.is_dir():
             regular_file(path, folder if is_read else None)
             if path.parent == folder and path.name in PRESET_FILES:
-                contents[path.name] = None
-                with contextlib.suppress(OSError, RecursionError, ValueError):
-                    contents[path.name] = json.loads(read_text(path, folder))
+                contents[path.name] = _read_json(path)
     return contents
 
 

@@ -182,7 +182,6 @@ def checked_weights(filepath: str | os.PathLike) -> Iterator[None]:
 
 def _damage(file: Path) -> str | None:
     """Returns why a file cannot be read, or None."""
-
     try:
         with h5py.File(file, "r") as hdf5:
             # One at a time, to save memory.
@@ -216,15 +215,13 @@ def _visit(hdf5, use):
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """The weights of a saved preset, from a folder or handle.
-
-    `has_head`: whether to load the task's own weights. `is_wanted`: whether to load
-    any. `name`: name in messages.
-    """
+    """The weights of a saved preset, from a folder or handle."""
 
     path: str
+    # Whether to load the task's own weights, and any.
     has_head: bool
     is_wanted: bool = True
+    # In messages.
     name: str | None = None
 
     def fills_backbone(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from keras_moe._checks import check_number, check_one_of
+from keras_moe._checks import check_number, check_one_of, outer_stack_level
 from keras_moe.layers import LayerNorm, MuMoE
 from keras_moe.layers._layer import layer_argument
 from keras_moe.layers.pooling import pooling_layer
@@ -108,17 +108,14 @@ def _mumoe_head(head, head_position, num_classes, dtype):
 
 
 def loss_of_outputs(loss, from_logits):
-    """Returns a loss that reads logits or probabilities, whichever the outputs are.
-
-    Keras's crossentropies given by name or as functions would treat logits as
-    probabilities. Loss objects are kept, with a warning if they would do the same.
-    """
+    """Returns a loss that reads logits or probabilities, whichever the outputs are."""
     if isinstance(loss, (list, tuple, dict)):
         return keras.tree.map_structure(
             lambda each: loss_of_outputs(each, from_logits), loss
         )
     crossentropy = _crossentropy(loss)
     if crossentropy is not None:
+        # Keras's would treat logits as probabilities.
         return crossentropy(from_logits=from_logits)
     reads_logits = getattr(loss, "from_logits", from_logits)
     if isinstance(loss, keras.losses.Loss) and reads_logits != from_logits:
@@ -127,7 +124,7 @@ def loss_of_outputs(loss, from_logits):
             f"The model's outputs are {outputs}: expected a loss with "
             f"from_logits={from_logits}; received: {type(loss).__name__}"
             f"(from_logits={reads_logits})",
-            stacklevel=4,
+            stacklevel=outer_stack_level(),
         )
     return loss
 

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe._compat import track_loss_by
+from keras_moe._compat import mark_loss_as_built, track_loss_by
 from keras_moe._types import Tensor
 from keras_moe.models.base._model import Task
 from keras_moe.models.loading._sources import ARCHITECTURE, ModelSource
@@ -55,9 +55,11 @@ class LabellessTask(MoETask, Task):
             metrics = self.default_metrics(loss)
         # All metrics use weights, so both arguments mean the same.
         metrics = [*_checked(metrics), *_checked(kwargs.pop("weighted_metrics", None))]
+        super().compile(optimizer, loss, metrics=None, **kwargs)
+        if loss is not None:
+            mark_loss_as_built(self)
         # Bypass attribute tracking: metrics are not part of the weights.
         object.__setattr__(self, "_own_metrics", tuple(metrics))
-        super().compile(optimizer, loss, metrics=None, **kwargs)
         object.__setattr__(self, "_weighted_loss", WeightedLoss(name="loss"))
         track_loss_by(self, self._weighted_loss)
 

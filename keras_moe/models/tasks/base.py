@@ -14,7 +14,14 @@ from keras_moe._checks import (
     check_bool,
     check_concrete,
 )
-from keras_moe._compat import ONE_AT_A_TIME, flatten_layers, init_task, order_layers
+from keras_moe._compat import (
+    ONE_AT_A_TIME,
+    Functional,
+    flatten_layers,
+    init_task,
+    inject_functional_model_class,
+    order_layers,
+)
 from keras_moe._types import Config
 from keras_moe.models.base._input_checks import check_inputs
 from keras_moe.models.base._model import MoEModel
@@ -107,6 +114,9 @@ class MoETask(MoEModel):
         trainable = check_bool("trainable", kwargs.pop("trainable", True))
         # KerasHub's own tasks would build their own head.
         with ONE_AT_A_TIME:
+            if not isinstance(self, Functional):
+                # Keras would do it once for each base class that extends this one.
+                inject_functional_model_class(_HUB_TASK)
             init_task(self, inputs=inputs, outputs=outputs, **kwargs)
         order_layers(self)
         settle_policies(self)
@@ -161,6 +171,7 @@ class MoETask(MoEModel):
             optimizer = _default_optimizer(self.backbone.dtype_policy)
         if isinstance(loss, str) and loss == "auto":
             loss = self.default_loss()
+        loss = self._checked_loss(loss)
         if isinstance(metrics, str) and metrics == "auto":
             metrics = self.default_metrics(loss)
         if metrics is None and self.has_metrics:
@@ -174,6 +185,10 @@ class MoETask(MoEModel):
             if isinstance(layer, TokenChoiceRouter):
                 # A selection bias moves once a step, too.
                 layer.passes_per_step = optimizer.gradient_accumulation_steps or 1
+
+    def _checked_loss(self, loss):
+        """Returns the loss that Keras gets; raises ValueError if it does not fit."""
+        return loss
 
     def compile_from_config(self, config: dict) -> None:
         """Compiles a loaded model, which Keras skips if `compile` is overridden."""

@@ -244,37 +244,18 @@ class CausalLM(LabellessTask, HubCausalLM):
         self, x: object = None, y: object = None, *args: object, **kwargs: object
     ) -> keras.callbacks.History:
         validation = kwargs.get("validation_data")
-        if isinstance(validation, tuple) and not any(
-            part is not None for part in validation[1:]
-        ):
-            # Keras's form, (x, y), without labels.
-            validation = validation[0] if validation else None
-        if validation is not None:
-            kwargs["validation_data"] = self.training_inputs(validation)
-        return super().fit(self.training_inputs(x), y, *args, **kwargs)
+        if validation is not None and not isinstance(validation, tuple):
+            # A list is of texts or ids, and not a pair.
+            kwargs["validation_data"] = (validation,)
+        return super().fit(x, y, *args, **kwargs)
 
-    def evaluate(
-        self, x: object = None, y: object = None, *args: object, **kwargs: object
-    ) -> Any:
-        return super().evaluate(self.training_inputs(x), y, *args, **kwargs)
-
-    def train_on_batch(
-        self, x: object, y: object = None, *args: object, **kwargs: object
-    ) -> Any:
-        return super().train_on_batch(self.training_inputs(x), y, *args, **kwargs)
-
-    def test_on_batch(
-        self, x: object, y: object = None, *args: object, **kwargs: object
-    ) -> Any:
-        return super().test_on_batch(self.training_inputs(x), y, *args, **kwargs)
-
-    def _labels(self, inputs, labels, sample_weight):
+    def _training_data(self, x, y, sample_weight=None):
         if sample_weight is not None:
             raise ValueError(
                 "Expected targets of -1 for tokens that do not count; received: "
                 "sample_weight"
             )
-        return labels
+        return super()._training_data(self.training_inputs(x), y)
 
     def _check_inputs(self, inputs, labels=None):
         if labels is not None:
@@ -300,9 +281,8 @@ class CausalLM(LabellessTask, HubCausalLM):
         ):
             raise ValueError(
                 f"Expected targets to be integers of shape {shape}, from 0 to "
-                f"vocabulary_size - 1 = {largest - 1} or -1; received: "
-                f"shape={targets.shape}, dtype={targets.dtype}, {targets.min()} to "
-                f"{targets.max()}"
+                f"{largest - 1} or -1; received: shape={targets.shape}, "
+                f"dtype={targets.dtype}, {targets.min()} to {targets.max()}"
             )
 
     def call(
@@ -521,9 +501,8 @@ def _sampler(sampler):
         known = samplers.get(sampler)
     if not isinstance(known, samplers.Sampler):
         raise ValueError(
-            "Expected sampler to be the name or an instance of one of "
-            f"keras_hub.samplers, such as 'top_k' or 'greedy'; received: "
-            f"sampler={sampler!r}"
+            "Expected one of keras_hub.samplers or its name, such as 'top_k'; "
+            f"received: sampler={sampler!r}"
         )
     return known
 

@@ -11,9 +11,9 @@ import numpy as np
 from keras import ops
 
 from keras_moe._checks import check_integer
-from keras_moe._compat import LossFunctionWrapper, mark_loss_as_built, serving
+from keras_moe._compat import LossFunctionWrapper, serving
 from keras_moe._processes import predict_batch
-from keras_moe._types import DType, Tensor
+from keras_moe._types import DType
 from keras_moe.losses import (
     ContrastiveLoss,
     SigmoidContrastiveLoss,
@@ -21,12 +21,8 @@ from keras_moe.losses import (
 )
 from keras_moe.losses._pairs import NEVER, Chunks, check_similarity, pairs_of, positives
 from keras_moe.losses.contrastive import IDS, mean_over_pairs
-from keras_moe.models.backbones._pairs import MODALITIES, PairBackbone
-from keras_moe.models.base._input_checks import (
-    check_input_names,
-    has_no_examples,
-    outputs_of_none,
-)
+from keras_moe.models.backbones._pairs import MODALITIES, PairBackbone, TakesPairs
+from keras_moe.models.base._input_checks import has_no_examples, outputs_of_none
 from keras_moe.models.loading._sources import ModelSource, TaskConfig
 from keras_moe.models.preprocessing.images import (
     ImagePreprocessor,
@@ -94,13 +90,19 @@ class ContrastiveAccuracy(keras.metrics.Mean):
 
 @register_task
 @keras.saving.register_keras_serializable("keras_moe")
-class ContrastiveModel(LabellessTask):
+class ContrastiveModel(TakesPairs, LabellessTask):
     """A contrastive image-text model on any image-text backbone.
 
     `fit` takes unlabelled pairs: a dict of `"images"`, `"token_ids"` and
     `"padding_mask"`. Pairs that share an image or caption count as negatives unless `y`
     is a dict of `"image_ids"` or `"text_ids"` and the loss has `multi_positive=True`.
     Give padding pairs of a last batch a `sample_weight` of 0.
+
+    The `loss` of `compile` is a `keras_moe.losses.ContrastiveLoss`, or any Keras loss
+    or function of `(y_true, y_pred)`: the ids or None, and the dict of outputs with
+    `"logit_scale"`. It returns a scalar or a loss for each pair, (B,). `metrics` and
+    `weighted_metrics` read the output dict, like `ContrastiveAccuracy`; `"auto"` means
+    none.
 
     Args:
         backbone: `CLIPBackbone` or `LIMoEBackbone`.
@@ -186,30 +188,12 @@ class ContrastiveModel(LabellessTask):
             return SigmoidContrastiveLoss()
         return SoftmaxContrastiveLoss()
 
-    def compile(
-        self,
-        optimizer: str | keras.optimizers.Optimizer = "auto",
-        loss: object = "auto",
-        *,
-        metrics: object = "auto",
-        **kwargs,
-    ) -> None:
-        """Configures training; see `MoETask.compile`.
-
-        `loss` is a `keras_moe.losses.ContrastiveLoss`, or any Keras loss or function
-        of `(y_true, y_pred)`: the ids or None, and the dict of outputs with
-        `"logit_scale"`. It returns a scalar or a loss for each pair, (B,). `metrics`
-        and `weighted_metrics` read the output dict, like `ContrastiveAccuracy`;
-        `"auto"` means none.
-        """
-        if isinstance(loss, str) and loss == "auto":
-            loss = self.default_loss()
+    def _checked_loss(self, loss):
         is_for_tensors = isinstance(loss, LossFunctionWrapper)
         if not callable(loss) or isinstance(loss, type) or is_for_tensors:
             raise ValueError(
                 "Expected a loss of (y_true, y_pred), whose y_pred is a dict of "
-                "embeddings, such as SoftmaxContrastiveLoss(); received: "
-                f"loss={loss!r}"
+                f"embeddings; received: loss={loss!r}"
             )
         if getattr(loss, "reduction", None) == "sum":
             raise ValueError(
@@ -219,12 +203,10 @@ class ContrastiveModel(LabellessTask):
         wanted = getattr(loss, "parameters", ())
         if missing := [name for name in wanted if name not in names]:
             raise ValueError(
-                "Expected a model with all that the loss reads, such as "
-                f"temperature='siglip'; received: {type(loss).__name__} for a model "
-                f"without {missing}"
+                "Expected a model with all that the loss reads; received: "
+                f"{type(loss).__name__} for a model without {missing}"
             )
-        super().compile(optimizer, loss, metrics=metrics, **kwargs)
-        mark_loss_as_built(self)
+        return loss
 
     def _check_inputs(self, inputs, labels=None):
         self.backbone._check_inputs(inputs)
@@ -236,32 +218,25 @@ class ContrastiveModel(LabellessTask):
                 f"y of {type(labels).__name__}"
             )
 
-    def _labels(self, inputs, labels, sample_weight):
+    def _training_data(self, x, y, sample_weight=None):
+        x, y = super()._training_data(x, y)
         # Without labels Keras drops sample weights.
-        if sample_weight is None or not isinstance(inputs, dict):
-            return labels
-        number = len(next(iter(inputs.values())))
+        if sample_weight is None or not isinstance(x, dict):
+            return x, y
+        number = len(next(iter(x.values())))
         if len(sample_weight) != number:
             raise ValueError(
                 f"Expected a sample_weight for each of {number} pairs; received: "
                 f"{len(sample_weight)}"
             )
         # A distinct image per pair is the default.
-        return {"image_ids": np.arange(number)} if labels is None else labels
+        return x, {"image_ids": np.arange(number)} if y is None else y
 
     def _weighed(self, x, y, y_pred, sample_weight: Any):
         if isinstance(sample_weight, dict):
             # Keras repeats them for each label.
             sample_weight = next(iter(sample_weight.values()))
         return y, y_pred, sample_weight
-
-    def call(
-        self, inputs: object, training: bool | None = None, mask: Tensor | None = None
-    ) -> Any:
-        # The first place that sees batches of datasets.
-        if isinstance(inputs, dict):
-            check_input_names(inputs, tuple(self.input))
-        return super().call(inputs, training=training, mask=mask)
 
     def get_layer(self, name: str | None = None, index: int | None = None) -> Any:
         if "/" in str(name):

@@ -83,7 +83,8 @@ class ImageClassifier(MoETask, HubClassifier):
         representation_dim: size of a tanh layer between pooling and head, if any.
         head_bias: initial bias of the dense head: a number (V-MoE uses -10 on
             ImageNet-21k), or `"prior"` for -log(num_classes).
-        output_activation: None for logits, `"softmax"` or `"sigmoid"`.
+        output_activation: None for logits, `"softmax"` or `"sigmoid"`. In `compile`,
+            crossentropies given by name read logits unless there is one.
         dropout: dropout rate before the head.
         head_dtype: dtype policy of the head; defaults to the backbone's.
         pooled_norm: whether to normalise the pooled vector, for backbones without
@@ -356,20 +357,8 @@ class ImageClassifier(MoETask, HubClassifier):
         edited.head.logit_offsets.assign(table)
         return edited
 
-    def compile(
-        self,
-        optimizer: str | keras.optimizers.Optimizer = "auto",
-        loss: object = "auto",
-        *,
-        metrics: object = "auto",
-        **kwargs,
-    ) -> None:
-        """Configures training; see `MoETask.compile` for `"auto"`.
-
-        Crossentropies given by name read logits unless there is an output activation.
-        """
-        loss = loss_of_outputs(loss, self.output_activation is None)
-        super().compile(optimizer, loss, metrics=metrics, **kwargs)
+    def _checked_loss(self, loss):
+        return loss_of_outputs(loss, self.output_activation is None)
 
     def default_loss(self) -> keras.losses.Loss:
         """Returns softmax cross-entropy, or `SigmoidCrossentropy` if `multi_label`."""

@@ -92,17 +92,6 @@ def test_other_dinov2s(tmp_path, name, word):
     refused(write_folder(tmp_path / "x", state, config), word)
 
 
-@pytest.mark.parametrize("kind", ["clip", "siglip"])
-def test_pairs_of_transformers(tmp_path, kind):
-    reference = getattr(published, f"transformers_{kind}")()
-    normalized = pixels(MEAN, STD) if kind == "clip" else pixels()
-    model, report = models.convert(saved(reference, tmp_path))
-    assert type(model).__name__ == "ContrastiveModel"
-    assert report.ignored == {}
-    published.check_transformers_pair(model.backbone, reference, normalized)
-    assert "logit_bias" in model.backbone.logit_scale.parameters() or kind == "clip"
-
-
 @pytest.mark.parametrize(
     "kind", every_backend_for(["vocab.json", "tokenizer.json"], "tokenizer.json")
 )

@@ -41,7 +41,9 @@ def check_equal(source, target):
 def test_pairs_of_transformers(tmp_path, kind):
     reference = getattr(published, f"transformers_{kind}")()
     half_precision_patches(reference).save_pretrained(tmp_path / "source")
-    model = models.from_preset(str(tmp_path / "source"))
+    model, conversion = models.convert(str(tmp_path / "source"))
+    assert isinstance(model, models.ContrastiveModel)
+    assert conversion.ignored == {}
     models.export_weights(model, "transformers", tmp_path / "exported")
     file = "model.safetensors"
     check_equal(tmp_path / "source" / file, tmp_path / "exported" / file)

@@ -97,6 +97,7 @@ def test_only_weights_without_a_rule_are_drawn(monkeypatch, source):
 
     assert not converted()[2]
     assert not converted(task="backbone")[2]
+    assert converted(load_weights=False)[2]
     new_head = {"num_classes": 3, "pooling": "map"}
     arrays, new, head = converted(**new_head)
     # All other weights are the source's, and the head's draws are not moved by them.
@@ -107,18 +108,6 @@ def test_only_weights_without_a_rule_are_drawn(monkeypatch, source):
     assert set(head) <= new
     for path, array in expected.items():
         assert_same(arrays[path], array)
-
-
-@pytest.mark.every_backend
-def test_weights_that_are_not_loaded_are_drawn():
-    source = str(published.CHECKPOINTS / "vit_classic.npz")
-    model, _ = models.convert(source, load_weights=False)
-    assert np.any(published.values(model, "patch_embedding/kernel"))
-
-
-def test_upcycled_arguments_are_refused_rather_than_left_empty():
-    with pytest.raises(ValueError, match=r"none for 'block_1/moe"):
-        models.convert(str(published.CHECKPOINTS / "vit_classic.npz"), moe_layers=[1])
 
 
 def sizes_of_many(folder):
@@ -182,6 +171,8 @@ def peak(function):
     ({"image_shape": 32}, "image_shape=32"),
     ({"class_token": False}, "class_token"),
     ({"hidden_dim": 48}, "(8, 8, 3, 48)"),
+    # Experts are not upcycled here.
+    ({"moe_layers": [1]}, "none for 'block_1/moe"),
 ])  # fmt: skip
 def test_arguments_that_do_not_fit(overrides, word):
     published.refused(str(published.CHECKPOINTS / "vit_classic.npz"), word, **overrides)

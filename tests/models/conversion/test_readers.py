@@ -16,6 +16,7 @@ from keras_moe.models.conversion._readers import NpzCheckpoint, SafetensorsCheck
 from keras_moe.models.conversion._vmoe_checkpoint import VMoECheckpoint
 from tests import golden, published
 from tests.compare import assert_close, assert_same
+from tests.refusals import refuses
 
 MEMBER = "embedding/kernel.npy"
 TIMM = published.part(golden.load("12_timm/vit_token")[0], "state_dict/")
@@ -184,6 +185,7 @@ def test_weights_in_several_files(tmp_path):
 def test_pickles_are_refused(tmp_path):
     for name in ("x.pt", "x.bin", "x.pth"):
         published.refused(str(tmp_path / name), name, "runs the code")
+    refuses("runs the code", models.describe, str(tmp_path / "x.pt"))
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     published.refused(str(tmp_path), "runs the code", str(tmp_path))
     (tmp_path / "config.json").write_text('{"architecture": "vit_base_patch16_224"}')

@@ -87,21 +87,6 @@ def test_a_folder_with_one_checkpoint_is_that_checkpoint(case, tmp_path):
         refuses(r"other\.npz", models.from_preset, folder)
 
 
-@pytest.mark.parametrize(("cls", "case", "word"), [
-    (MixerBackbone, "vit_classic", "source of a MixerBackbone for MixerBackbone"),
-    (MixerImageClassifier, "vit_classic", "of a ViTBackbone"),
-    (ViTBackbone, "mixer", "of a MixerBackbone"),
-    (ViTImageClassifier, "mixer", "source of a ViTBackbone for ViTImageClass"),
-])  # fmt: skip
-def test_weights_of_another_kind(cls, case, word):
-    refuses(word, cls.from_preset, str(CHECKPOINTS / f"{case}.npz"))
-
-
-def test_pickles_are_refused_here_too(tmp_path):
-    for door in (ViTBackbone.from_preset, models.describe):
-        refuses("runs the code", door, str(tmp_path / "model.pt"))
-
-
 def test_described_sources_of_every_kind(tmp_path):
     sources = [timm_folder(tmp_path / case, case) for case in ("vit_avg", "mixer")]
     sources.append(hub_vit())
