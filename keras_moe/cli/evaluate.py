@@ -441,14 +441,10 @@ def evaluate_pairs(
 def caption_figures(
     pairs: "PairEmbeddings", metrics: Sequence[str], contrastive_batch: int
 ) -> dict:
-    from keras_moe.evaluation.retrieval import KS
-
-    sizes = {"images": len(pairs.images), "captions": len(pairs.texts)}
-    figures: dict[str, Any] = {**sizes}
+    figures: dict[str, Any] = {"images": len(pairs.images)}
+    figures["captions"] = len(pairs.texts)
     if "retrieval" in metrics:
-        # A set may be smaller than those of the papers.
-        ks = [k for k in KS if k <= min(sizes.values())]
-        figures["retrieval"] = pairs.retrieval(ks).figures()
+        figures["retrieval"] = pairs.retrieval().figures()
     if "contrastive_accuracy" in metrics:
         size = min(contrastive_batch, len(pairs.images))
         own = pairs.contrastive_accuracy(size).figures()

@@ -335,10 +335,7 @@ def _too_large(error, topology, size, keeps_activations, tried):
 
 
 def _times(program, chip, num_chips, share, model_flops, step):
-    """Seconds by part, utilization and longest operations, as far as they are known.
-
-    `share` is the number of devices of a chip: a device may be half a chip.
-    """
+    """What is known of time; `share` is the number of devices of a chip."""
     if chip.flops_per_cycle is None:
         return {"seconds": None, "utilization": None, "operations": []}
     peak = chip.peak_flops / share
