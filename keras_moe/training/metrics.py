@@ -147,8 +147,7 @@ class MeanAveragePrecision(keras.metrics.Metric):
         )
         counts.assign_add(flat)
 
-    def average_precisions(self):
-        """Returns each class's average precision (C,), and which classes occur."""
+    def result(self):
         shape = (self.num_classes, self.num_bins)
         positives, examples = (
             ops.flip(ops.reshape(ops.convert_to_tensor(counts), shape), axis=1)
@@ -162,11 +161,7 @@ class MeanAveragePrecision(keras.metrics.Metric):
         values = ops.sum(precision * positives, axis=1) / ops.where(
             total > 0, total, 1.0
         )
-        return values, total > 0
-
-    def result(self):
-        values, is_there = self.average_precisions()
-        is_there = ops.cast(is_there, values.dtype)
+        is_there = ops.cast(total > 0, values.dtype)
         return ops.sum(values * is_there) / ops.maximum(ops.sum(is_there), 1.0)
 
     def get_config(self):

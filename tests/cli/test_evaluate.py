@@ -169,18 +169,6 @@ def test_the_images_are_those_of_the_run(photos, tmp_path):
     (tmp_path / "whole.png").replace(photos / "test" / "3.png")
 
 
-@pytest.mark.filterwarnings("default:.* is evaluated without trained weights")
-def test_architectures_without_weights_are_named(program):
-    overrides = {**SMALL, "load_weights": False}
-    pairs = [f"{name}={json.dumps(value)}" for name, value in overrides.items()]
-    status, _, errors = program(
-        "evaluate", "vmoe_digits", "--data", "digits", "--set", *pairs
-    )
-    assert status == 0
-    assert errors.startswith("warning: vmoe_digits is evaluated without trained w")
-    assert errors.count("\n") == 1
-
-
 def test_classes_that_the_model_does_not_know(mistake, photos, tmp_path):
     model = small(num_classes=3)
     model.preprocessor = dataclasses.replace(
