@@ -130,39 +130,15 @@ class Uncompared(Exception):
     """The reason why the source's own model cannot be asked."""
 
 
-def fixed_inputs(model: Any) -> Any:
-    """One example, always the same: an image in [-1, 1], a text, or a pair of both."""
-    import numpy as np
-
-    generator = np.random.default_rng(0)
-    inputs = model.input if isinstance(model.input, dict) else {"images": model.input}
-    example = {}
-    if "images" in inputs:
-        shape = (1, *inputs["images"].shape[1:])
-        example["images"] = generator.uniform(-1, 1, shape).astype("float32")
-    if not isinstance(model.input, dict):
-        return example["images"]
-    backbone = getattr(model, "backbone", model)
-    config = backbone.get_config()
-    shape = (1, backbone.max_length)
-    token_ids = generator.integers(0, backbone.vocabulary_size, shape)
-    end = config.get("text", config).get("end_of_text_id")
-    if end is not None:
-        token_ids[:, -1] = end
-    return {
-        **example,
-        "token_ids": token_ids.astype("int32"),
-        "padding_mask": np.ones(shape, "bool"),
-    }
-
-
 def verify(source: str, library: str, model: "MoETask", changed: bool) -> str:
     """Compares with the source's own model, where that is possible."""
     import numpy as np
 
+    from keras_moe.training._upcycled import example_inputs
+
     if changed:
         return f"{UNCOMPARED}: arguments were overridden"
-    images = fixed_inputs(model)
+    images = example_inputs(getattr(model, "backbone", model))
     if isinstance(images, dict):
         return f"{UNCOMPARED}: this program compares images alone"
     expected = None
@@ -251,7 +227,9 @@ def compare_saved(preset: str, model: "MoETask") -> None:
     import keras
     import numpy as np
 
-    inputs = fixed_inputs(model)
+    from keras_moe.training._upcycled import example_inputs
+
+    inputs = example_inputs(getattr(model, "backbone", model))
     loaded = keras_moe.models.from_preset(str(preset))
     outputs = (
         keras.tree.flatten(x.predict(inputs, verbose=0)) for x in (loaded, model)

@@ -8,7 +8,6 @@ both the model and the data name them.
 
 import argparse
 import re
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +23,7 @@ from keras_moe.cli._arguments import (
     add_shots,
 )
 from keras_moe.cli._devices import add_devices, set_devices
-from keras_moe.cli._inputs import Examples, Model, find_examples, find_model, with_bar
+from keras_moe.cli._inputs import Examples, find_examples, find_model, with_bar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -122,7 +121,6 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
     if chosen.embeds_pairs:
         metrics = pair_metrics(examples, args)
         prompts = zero_shot_prompts(examples, args) if "zero_shot" in metrics else None
-    warn_of_random_weights(chosen)
     set_devices(args, chosen.preset, args.batch_size, chosen.overrides)
     model, shown = chosen.load(), with_bar(console)
     if chosen.embeds_pairs:
@@ -139,20 +137,6 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
         **figures,
     }
     return Result(values, (figures_table(values),))
-
-
-def warn_of_random_weights(chosen: Model) -> None:
-    """Warns of built-in presets without trained weights."""
-    from keras_moe.models.registry import has_weights
-
-    if chosen.preset in keras_moe.models.list_presets() and not (
-        has_weights(chosen.preset) and chosen.overrides.get("load_weights", True)
-    ):
-        warnings.warn(
-            f"{chosen.preset} is evaluated without trained weights: these are figures "
-            "of random ones",
-            stacklevel=1,
-        )
 
 
 def chosen_metrics(
@@ -441,14 +425,10 @@ def evaluate_pairs(
 def caption_figures(
     pairs: "PairEmbeddings", metrics: Sequence[str], contrastive_batch: int
 ) -> dict:
-    from keras_moe.evaluation.retrieval import KS
-
-    sizes = {"images": len(pairs.images), "captions": len(pairs.texts)}
-    figures: dict[str, Any] = {**sizes}
+    figures: dict[str, Any] = {"images": len(pairs.images)}
+    figures["captions"] = len(pairs.texts)
     if "retrieval" in metrics:
-        # A set may be smaller than those of the papers.
-        ks = [k for k in KS if k <= min(sizes.values())]
-        figures["retrieval"] = pairs.retrieval(ks).figures()
+        figures["retrieval"] = pairs.retrieval().figures()
     if "contrastive_accuracy" in metrics:
         size = min(contrastive_batch, len(pairs.images))
         own = pairs.contrastive_accuracy(size).figures()

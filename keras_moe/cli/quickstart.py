@@ -111,7 +111,7 @@ def train(model: Any, args: argparse.Namespace) -> None:
         model.backbone.image_shape,
         batch_size=args.batch_size,
         seed=args.seed,
-        augment=shifts_and_turns(),
+        augment=["translation", "rotation"],
     )
     steps = args.epochs * int(batches.cardinality())
     compile_with_cosine(model, steps, args.learning_rate)
@@ -132,15 +132,6 @@ def compile_with_cosine(
     rate: Any = schedule
     optimizer = keras.optimizers.AdamW(rate, weight_decay=0.05, global_clipnorm=1.0)
     model.compile(optimizer=optimizer)
-
-
-def shifts_and_turns() -> list:
-    from keras import layers
-
-    return [
-        layers.RandomTranslation(0.1, 0.1, fill_mode="nearest"),
-        layers.RandomRotation(0.03, fill_mode="nearest"),
-    ]
 
 
 def save_and_load(model: "ImageClassifier", folder: Path, images: "np.ndarray") -> None:

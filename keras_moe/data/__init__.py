@@ -21,7 +21,6 @@ from keras_moe.data.record_writing import write_pair_tfrecords, write_tfrecords
 from keras_moe.data.selection import (
     ImageHashes,
     excluded_examples,
-    find_corrupt_files,
     find_duplicates,
     find_unreadable,
     image_hashes,
@@ -41,7 +40,6 @@ __all__ = [
     "class_names",
     "credit",
     "excluded_examples",
-    "find_corrupt_files",
     "find_duplicates",
     "find_unreadable",
     "image_hashes",

@@ -102,20 +102,15 @@ def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExample
         for _, names in files
     ]
     labels = tf.constant(labels if several else [label for (label,) in labels], "int32")
-    return _labelled_files([file for file, _ in files], labels, classes)
-
-
-def read_files(path: str) -> tuple[IndexedExamples, list[str]]:
-    """Returns the images of all splits, and listed paths that are missing."""
-    root, missing = Path(path), []
-    splits = _class_folders(root).items()
-    files = [
-        x for split, own in splits for x, _ in _files_of(root, split, own, missing)
-    ]
-    if not files and not missing:
-        raise ValueError(f"Expected images in a split of folder:{path}; received: none")
-    labels = tf.zeros(len(files), "int32")
-    return _labelled_files(files, labels, Classes(1)), missing
+    read, path_of = _file_reader([file for file, _ in files])
+    return IndexedExamples(
+        len(files),
+        lambda index: {"image": read(index), "label": tf.gather(labels, index)},
+        decode_image,
+        classes=classes,
+        encoded_channels=3,
+        location=path_of,
+    )
 
 
 def _class_folders(root: Path) -> dict[str, list[str] | None]:
@@ -179,10 +174,8 @@ def _files_of(
     root: Path,
     split: str,
     names: list[str] | None = None,
-    missing: list[str] | None = None,
 ) -> list[tuple[Path, list[str]]]:
-    """Returns the images of a split with their classes, which folders or a file name;
-    adds missing images to `missing`."""
+    """Returns the images of a split with their classes, by folders or by a file."""
     if names is not None:
         return [
             (file, [name])
@@ -195,29 +188,13 @@ def _files_of(
     there = files_listed((root / split / name for name in inside), root)
     for name, classes in listed.items():
         file = root / split / name
-        is_valid = not leads_outside(name) and is_image(name)
-        if is_valid and file in there:
-            found.append((file, classes))
-        elif is_valid and missing is not None:
-            missing.append(str(file))
-        else:
+        if file not in there or not is_image(name):
             raise ValueError(
                 f"Expected images ({', '.join(IMAGE_SUFFIXES)}) relative to the "
                 f"folder of {path}; received: {name!r}"
             )
+        found.append((file, classes))
     return found
-
-
-def _labelled_files(files, labels, classes) -> IndexedExamples:
-    read, path_of = _file_reader(files)
-    return IndexedExamples(
-        len(files),
-        lambda index: {"image": read(index), "label": tf.gather(labels, index)},
-        decode_image,
-        classes=classes,
-        encoded_channels=3,
-        location=path_of,
-    )
 
 
 def _file_reader(files) -> tuple[Callable, Callable]:

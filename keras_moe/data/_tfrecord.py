@@ -153,18 +153,6 @@ def open_texts(pattern: str, split: str, data_dir: str | None = None) -> Iterato
     )
 
 
-def corrupt_files(pattern: str) -> list[str]:
-    """Returns the files that cannot be read to the end."""
-    corrupt = []
-    for path in map(str, matching_files(f"tfrecord:{pattern}", _FILES)):
-        try:
-            for _ in tf.data.TFRecordDataset(path):
-                pass
-        except tf.errors.OpError:
-            corrupt.append(path)
-    return corrupt
-
-
 def _settings(pattern: str) -> dict[str, Any]:
     """Returns the content of `dataset.json`, with the names of all features."""
     folder = matching_files(f"tfrecord:{pattern}", _FILES)[0].parent

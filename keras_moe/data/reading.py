@@ -35,8 +35,7 @@ _with_names = contextvars.ContextVar("with_names", default=True)
 
 
 def decode_image(encoded: Tensor) -> Tensor:
-    """Decodes an image file to uint8 (height, width, 3): upright, and of several frames
-    the first, as Pillow shows it."""
+    """Decodes an image file as Pillow does, upright: uint8 (height, width, 3)."""
     with extra("data"):
         import PIL.Image  # noqa: F401
     image = tf.cond(

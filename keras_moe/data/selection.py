@@ -14,7 +14,6 @@ import numpy as np
 
 from keras_moe._checks import check_integer, check_one_of
 from keras_moe._files import write_json
-from keras_moe.data import _folder, _tfrecord
 from keras_moe.data._examples import Examples
 from keras_moe.data._files import read_json
 from keras_moe.data._packages import tf
@@ -76,31 +75,6 @@ def find_unreadable(source: str, split: str, data_dir: str | None = None) -> np.
     """
     examples = open_source(source, split, data_dir)
     return np.array([index for index, _ in _unreadable(examples)], "int64")
-
-
-def find_corrupt_files(source: str) -> list[str]:
-    """Finds the files of a source that cannot be read, by reading all.
-
-    Images are decoded, and those that a `labels.json` names but are missing count, too.
-    TFRecord files are read to the end; for images in them use `find_unreadable`.
-
-    Args:
-        source: `"folder:PATH"`, `"tfrecord:GLOB"`, or a folder or glob of TFRecord
-            files.
-
-    Example:
-
-    ```python
-    find_corrupt_files("folder:photos")
-    find_corrupt_files("photos/train-*.tfrecord")
-    ```
-    """
-    kind, _, path = source.partition(":")
-    if kind == "folder":
-        examples, missing = _folder.read_files(path)
-        bad = [os.fsdecode(location) for _, location in _unreadable(examples)]
-        return sorted(missing + bad)
-    return _tfrecord.corrupt_files(path if kind == "tfrecord" else source)
 
 
 def excluded_examples(

@@ -63,12 +63,7 @@ class Operation(NamedTuple):
 
 
 class Program:
-    """The text of a compiled program.
-
-    Args:
-        text: the optimised HLO.
-        optimizer: name of the optimizer, whose operations are a part of their own.
-    """
+    """The optimised HLO of a program; operations of `optimizer` are its own part."""
 
     def __init__(self, text: str, optimizer: str | None = None):
         self._optimizer = optimizer

@@ -251,13 +251,15 @@ def compiled_costs(
     from keras_moe._backends import jax_compilation
 
     changes = {}
-    capacity = GENERATIONS[topology.partition(":")[0]].capacity / GIB
+    generation, _, shape = topology.partition(":")
+    chip, num_chips = GENERATIONS[generation], math.prod(map(int, shape.split("x")))
+    capacity = chip.capacity / GIB
     with jax_compilation.alone():
         devices = jax_compilation.topology_devices(topology)
         while True:
             arguments = {**overrides, **changes}
             size = arguments.pop("batch_size", batch_size)
-            name, model, flops = _abstract(model_or_preset, step, arguments)
+            description, model = _abstract(model_or_preset, step, arguments)
             layouts = auto(model, devices, expert_parallel, model_parallel, size)
             try:
                 compiled = jax_compilation.compile_step(model, layouts, size, step)
@@ -276,10 +278,32 @@ def compiled_costs(
                 else:
                     change = None
                 if not fit or change is None:
-                    message = _too_large(error, name, topology, size, kept, fit)
+                    message = _too_large(error, topology, size, kept, fit)
                     raise ValueError(message) from error
                 changes |= change
-    return _costs(name, topology, len(devices), step, size, flops, compiled, changes)
+    # The backward pass costs twice the forward pass.
+    passes = 3 if step == "train" else 1
+    model_flops = passes * sum(part.flops for part in description.parts)
+    model_flops = model_flops * size / len(devices)
+    program = Program(compiled.text, compiled.optimizer)
+    share = len(devices) / num_chips
+    return CompiledCosts(
+        name=description.name,
+        topology=topology,
+        num_devices=len(devices),
+        step=step,
+        batch_size=size,
+        memory=compiled.memory,
+        capacity=chip.capacity,
+        flops=program.matmul_flops() if compiled.flops is None else compiled.flops,
+        model_flops=model_flops,
+        **_times(program, chip, num_chips, share, model_flops, step),
+        collectives=program.collectives(),
+        num_untimed=program.num_untimed(),
+        changes=changes,
+        compile_seconds=compiled.seconds,
+        num_open_loops=program.num_open_loops(),
+    )
 
 
 def _check_topology(topology):
@@ -298,82 +322,58 @@ def _check_topology(topology):
     raise ValueError(f"Expected {allowed}; received: topology={topology!r}")
 
 
-def _too_large(error, name, topology, size, keeps_activations, tried):
+def _too_large(error, topology, size, keeps_activations, tried):
     needed, capacity = error.args
     more = ", with rematerialize=True" if keeps_activations else ""
     more += "" if tried else " (fit=True tries)"
     return (
         f"Expected a step within the {capacity:.2f} GiB of a device of {topology}; "
-        f"received: {name} with batch_size={size}, which needs {needed:.2f} GiB, "
+        f"received: batch_size={size}, which needs {needed:.2f} GiB, "
         f"{needed - capacity:.2f} more. It needs less with a smaller batch{more} "
         "or with more devices"
     )
 
 
-def _costs(name, topology, num_devices, step, batch_size, flops, compiled, changes):
-    """Reads the costs of a compiled program."""
-    generation, _, shape = topology.partition(":")
-    chip, num_chips = GENERATIONS[generation], math.prod(map(int, shape.split("x")))
-    program = Program(compiled.text, compiled.optimizer)
-    model_flops = (3 if step == "train" else 1) * flops * batch_size / num_devices
-    seconds = utilization = None
-    operations = []
-    if chip.flops_per_cycle is not None:
-        # A device may be half a chip.
-        share = num_devices / num_chips
-        peak = chip.peak_flops / share
-        cycle = chip.flops_per_cycle / peak
-        seconds = {part: cycle * x for part, x in program.cycles_by_part().items()}
-        sending = share * _sending_seconds(program.transfers(), chip, num_chips, share)
-        if not program.num_untimed() and step != "generate":
-            longer = max(sum(seconds.values()), sending)
-            utilization = model_flops / (peak * longer)
-        seconds["collectives"] = sending
-        operations = [
-            {**x._asdict(), "seconds": cycle * x.cycles} for x in program.longest(10)
-        ]
-    return CompiledCosts(
-        name,
-        topology,
-        num_devices,
-        step,
-        batch_size,
-        compiled.memory,
-        chip.capacity,
-        program.matmul_flops() if compiled.flops is None else compiled.flops,
-        model_flops,
-        seconds,
-        utilization,
-        program.collectives(),
-        operations,
-        program.num_untimed(),
-        changes,
-        compiled.seconds,
-        program.num_open_loops(),
-    )
+def _times(program, chip, num_chips, share, model_flops, step):
+    """What is known of time; `share` is the number of devices of a chip."""
+    if chip.flops_per_cycle is None:
+        return {"seconds": None, "utilization": None, "operations": []}
+    peak = chip.peak_flops / share
+    cycle = chip.flops_per_cycle / peak
+    seconds = {part: cycle * x for part, x in program.cycles_by_part().items()}
+    sending = share * _sending_seconds(program.transfers(), chip, num_chips, share)
+    utilization = None
+    if not program.num_untimed() and step != "generate":
+        utilization = model_flops / (peak * max(sum(seconds.values()), sending))
+    longest = program.longest(10)
+    return {
+        "seconds": {**seconds, "collectives": sending},
+        "utilization": utilization,
+        "operations": [{**x._asdict(), "seconds": cycle * x.cycles} for x in longest],
+    }
 
 
-def _abstract(source, step, overrides, task=None):
-    """Name, compiled model without weights, and FLOPs of an example's forward pass."""
+def _abstract(source, step, overrides):
+    """The `Description` of a model, and the compiled model without weights."""
     own = source if isinstance(source, keras.Model) else None
-    arguments = {"load_weights": True, **overrides}
-    options = {"load_weights": arguments.pop("load_weights"), "task": task}
-    with resolve(source, arguments, **options) as blueprint:
-        if blueprint.task is not None or step == "predict":
-            model = blueprint.build_abstract(own)
-            _check_trained(own, model)
-            flops = sum(part.flops for part in blueprint.describe().parts)
-            return blueprint.name, model, flops
+    options: dict[str, Any] = {"load_weights": overrides.pop("load_weights", True)}
+    while True:
+        with resolve(source, overrides, **options) as blueprint:
+            if blueprint.task is not None or step == "predict":
+                model = blueprint.build_abstract(own)
+                _check_trained(own, model)
+                return blueprint.describe(), model
         backbone = blueprint.backbone
-    task = None if own is not None else registry.task_class(backbone)
-    if task is None:
-        raise ValueError(
-            f"Expected a task, such as an ImageClassifier, for step={step!r}; received:"
-            f" a {backbone.__name__}"
-        )
-    if "num_classes" in argument_names(task):
-        overrides = {"num_classes": 1000, **overrides}
-    return _abstract(source, step, overrides, task.task_name)
+        task = None if own is not None else registry.task_class(backbone)
+        if task is None:
+            raise ValueError(
+                f"Expected a task, such as an ImageClassifier, for step={step!r}; "
+                f"received: a {backbone.__name__}"
+            )
+        # Once more, as the first task of the backbone.
+        options["task"] = task.task_name
+        if "num_classes" in argument_names(task):
+            overrides.setdefault("num_classes", 1000)
 
 
 def _check_trained(own, model):

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import ArrayLike
 
-from keras_moe._checks import check_one_of
-
 
 def precision_at_1(
     labels: ArrayLike,
@@ -81,14 +79,11 @@ def mean_average_precision(
     scores: ArrayLike,
     sample_weight: ArrayLike | None = None,
     sparse_labels: bool = False,
-    over: str = "classes",
 ) -> float:
-    """Mean average precision over classes or examples.
+    """Mean of `average_precision` over the classes that have examples.
 
     Args:
         labels, scores, sample_weight, sparse_labels: as in `precision_at_1`.
-        over: `"classes"`, equally weighted, ranking examples; or `"examples"`, ranking
-            classes, as in JFT's mAP@k. Those without positives are left out.
 
     Example:
 
@@ -96,20 +91,15 @@ def mean_average_precision(
     >>> mean_average_precision([[1, 0], [0, 1]], [[0.9, 0.8], [0.1, 0.3]])
     0.75
     """
-    if check_one_of("over", over, ("classes", "examples")) == "classes":
-        by_class = average_precision(labels, scores, sample_weight, sparse_labels)
-        return mean_of_defined(by_class)
-    labels, scores, weight = _checked(labels, scores, sample_weight, sparse_labels)
-    values = average_precision(labels.T, scores.T)
-    return mean_of_defined(values, weight)
+    by_class = average_precision(labels, scores, sample_weight, sparse_labels)
+    return mean_of_defined(by_class)
 
 
-def mean_of_defined(values: np.ndarray, weight: ArrayLike = 1.0) -> float:
-    """Weighted mean of average precisions, without the NaN of those undefined."""
-    weight = np.where(np.isnan(values), 0.0, weight)
-    if not weight.sum() > 0:
+def mean_of_defined(values: np.ndarray) -> float:
+    """Mean of average precisions, without the NaN of those undefined."""
+    if np.isnan(values).all():
         raise ValueError("Expected examples with labels; received: none that count")
-    return float(np.nansum(weight * values) / weight.sum())
+    return float(np.nanmean(values))
 
 
 def streamed_average_precision(

@@ -284,35 +284,6 @@ def linear_probe_from_model(
 # Ridge regression
 
 
-class RidgeClassifier(NamedTuple):
-    """A linear classifier on standardised features."""
-
-    mean: np.ndarray  # (F,), of the training features
-    std: np.ndarray  # (F,), their population standard deviation + 1e-5
-    weights: np.ndarray  # (F + 1, C) or (L, F + 1, C), the last row for a constant 100
-
-    def scores(self, features: ArrayLike) -> np.ndarray:
-        """Scores of features (N, F): (N, C), or (L, N, C)."""
-        features = check_features("features", features, self.mean.size)
-        return _standardise(features, self.mean, self.std) @ self.weights
-
-
-def ridge_regression(
-    train_features: ArrayLike,
-    train_labels: ArrayLike,
-    num_classes: int,
-    l2: float | Sequence[float],
-) -> RidgeClassifier:
-    """Fits the linear classifier in closed form, in float64, for all l2 at once."""
-    # With X = [(features - mean) / (std + 1e-5), 100] and targets Y, 1 for the label's
-    # class and -1 elsewhere: (X^T X + l2 I)^-1 X^T Y.
-    l2s = check_l2s(np.atleast_1d(l2))
-    data = _standardised(train_features, train_labels, num_classes)
-    left, eigs, right = _decompose(data)
-    weights = np.stack([left @ (right / (eigs + l2)) for l2 in l2s])
-    return RidgeClassifier(data.mean, data.std, weights if np.ndim(l2) else weights[0])
-
-
 def few_shot_accuracies(
     train_features: ArrayLike,
     train_labels: ArrayLike,
@@ -321,26 +292,25 @@ def few_shot_accuracies(
     num_classes: int,
     l2s: ArrayLike = L2S,
 ) -> np.ndarray:
-    """Returns test accuracies (L,) of ridge regression on all training examples."""
+    """Returns test accuracies (L,) of ridge regression on all training examples.
+
+    With X = [(features - mean) / (std + 1e-5), 100] and targets Y, 1 for the label's
+    class and -1 elsewhere, the weights are (X^T X + l2 I)^-1 X^T Y, in float64.
+    """
     l2s = check_l2s(l2s)
     data = _standardised(train_features, train_labels, num_classes)
     test_features = check_features("test_features", test_features, data.mean.size)
     test_labels = check_labels(
         "test_labels", test_labels, len(test_features), num_classes
     )
-    if len(l2s) == 1:
-        weights = _solve(data, l2s[0])
-    else:
-        left, eigs, right = _decompose(data)
+    left, eigs, right = _decompose(data)
     correct = np.zeros(len(l2s))
     for start in range(0, len(test_features), _CHUNK):
         labels = test_labels[start : start + _CHUNK]
         x = _standardise(test_features[start : start + _CHUNK], data.mean, data.std)
         # Either (M, F)(F, R) once and (M, R)(R, C) per l2, or the weights (F, R)(R, C)
         # and (M, F)(F, C) per l2. The first pays off with many l2.
-        if len(l2s) == 1:
-            correct += _decide(x, weights, labels)[0].sum()
-        elif len(x) < len(l2s) * num_classes:
+        if len(x) < len(l2s) * num_classes:
             correct += _counts_of_sweep(x @ left, eigs, right, l2s, labels)
         else:
             own = (left @ (right / (eigs + l2)) for l2 in l2s)
@@ -423,17 +393,6 @@ def _standardised(features: ArrayLike, labels: ArrayLike, num_classes: int) -> _
     labels = check_labels("train_labels", labels, len(features), num_classes)
     mean, std = features.mean(axis=0), features.std(axis=0) + STD_EPSILON
     return _Data(mean, std, _standardise(features, mean, std), labels, num_classes)
-
-
-def _solve(data: _Data, l2: float) -> np.ndarray:
-    """Weights (F + 1, C) for one l2, without a decomposition."""
-    x, penalty = data.x, l2 * np.eye(min(data.x.shape))
-    if len(x) >= x.shape[1]:
-        product = _targets_product(x, data.labels, data.num_classes)
-        return np.linalg.solve(x.T @ x + penalty, product)
-    targets = np.full((len(x), data.num_classes), -1.0)
-    targets[np.arange(len(x)), data.labels] = 1.0
-    return x.T @ np.linalg.solve(x @ x.T + penalty, targets)
 
 
 def _decompose(data: _Data) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

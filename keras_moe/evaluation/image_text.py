@@ -22,7 +22,6 @@ from keras_moe.evaluation._features import extract_features, to_numpy
 from keras_moe.evaluation.retrieval import (
     BATCH_SIZE,
     CHUNK_SIZE,
-    KS,
     ContrastiveAccuracyResult,
     RetrievalResult,
     contrastive_accuracy,
@@ -57,7 +56,7 @@ class PairEmbeddings(NamedTuple):
     text_ids: np.ndarray | None
 
     def retrieval(
-        self, ks: Sequence[int] = KS, chunk_size: int = CHUNK_SIZE
+        self, ks: Sequence[int] | None = None, chunk_size: int = CHUNK_SIZE
     ) -> RetrievalResult:
         """Recalls; for COCO's protocol, `_replace(text_ids=None)` first."""
         return retrieval(

@@ -80,7 +80,7 @@ def retrieval(
     image_embeddings: ArrayLike,
     text_embeddings: ArrayLike,
     image_of_text: ArrayLike | None = None,
-    ks: Sequence[int] = KS,
+    ks: Sequence[int] | None = None,
     chunk_size: int = CHUNK_SIZE,
     text_ids: ArrayLike | None = None,
 ) -> RetrievalResult:
@@ -98,7 +98,7 @@ def retrieval(
         text_embeddings: (M, P), nonzero.
         image_of_text: (M,) integers, index of each text's image (all images need one);
             None if text i belongs to image i.
-        ks: values of k, at most N and M.
+        ks: values of k, at most N and M; None for 1, 5 and 10, as far as they are.
         chunk_size: number of images and texts compared at a time.
         text_ids: (M,) integers, equal for equal texts; or None.
 
@@ -123,7 +123,8 @@ def retrieval(
             f"{len(np.unique(owner))} of {len(images)} images"
         )
     check_integer("chunk_size", chunk_size)
-    ks = check_ks(ks, min(len(images), len(texts)))
+    fewest = min(len(images), len(texts))
+    ks = check_ks([k for k in KS if k <= fewest] if ks is None else ks, fewest)
     own = _own_pairs(owner, text_ids)
     image_ranks, text_ranks = _ranks(images, texts, *own, chunk_size)
     image_recall, text_recall = (

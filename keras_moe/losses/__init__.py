@@ -2,7 +2,6 @@
 
 from keras_moe.losses.auxiliary import (
     LIMOE_LOSSES,
-    AggregateLoss,
     AuxiliaryLoss,
     check_modalities,
     get,
@@ -45,7 +44,6 @@ from keras_moe.losses.router_losses import (
 __all__ = [
     "LIMOE_LOSSES",
     "TEMPERATURES",
-    "AggregateLoss",
     "AuxiliaryLoss",
     "ContrastiveLoss",
     "LogScaleBound",

@@ -274,69 +274,6 @@ class AuxiliaryLoss:
         return cls(**config)
 
 
-@keras.saving.register_keras_serializable("keras_moe")
-class AggregateLoss:
-    """The weighted mean of losses, times one weight: LIMoE's recipe.
-
-    The loss is `weight * sum_i w_i L_i / sum_i w_i` for losses L_i of weights w_i. It
-    is called like an `AuxiliaryLoss`.
-
-    Args:
-        losses: dict from name to weight, or a list; see `keras_moe.losses.get`.
-        weight: factor of the mean in the model's total loss; LIMoE uses 0.04.
-
-    Reference: *LIMoE*, appendix B.1, "Final aggregated auxiliary loss".
-
-    Example:
-
-    >>> from keras_moe import losses
-    >>> parts = losses.get({"router_z": 1.0, "local_entropy": 1.0})
-    >>> losses.AggregateLoss(parts).weight
-    0.04
-    """
-
-    def __init__(self, losses: object, weight: float = 0.04):
-        self.weight = float(check_not_negative("weight", weight))
-        self.losses = get(losses)
-        self.total_weight = sum(loss.weight for loss in self.losses)
-        if not 0 < self.total_weight < float("inf"):
-            raise ValueError(
-                "Expected losses of which one has a weight above 0, and a finite sum "
-                f"of weights; received: weights={[x.weight for x in self.losses]}"
-            )
-
-    def __call__(
-        self,
-        routing: Routing,
-        router: keras.layers.Layer,
-        mask: Tensor | None = None,
-        modality_ids: Tensor | None = None,
-    ) -> Tensor:
-        """The weighted mean for each group, float32 (G,); see `AuxiliaryLoss`."""
-        # A loss of weight 0 need not be defined: load without noise is not.
-        used = [loss for loss in self.losses if loss.weight > 0]
-        total: Any = sum(loss(routing, router, mask, modality_ids) for loss in used)
-        return self.weight * (total / self.total_weight)
-
-    def check_modalities(self, count: int) -> None:
-        """Raises ValueError if a loss is of a modality above `count - 1`."""
-        for loss in self.losses:
-            loss.check_modalities(count)
-
-    def check_router(self, router: keras.layers.Layer) -> None:
-        """Raises ValueError if one of the losses is not defined for this router."""
-        if self.weight > 0:
-            for loss in self.losses:
-                loss.check_router(router)
-
-    def get_config(self) -> dict:
-        return {"losses": serialize(self.losses), "weight": self.weight}
-
-    @classmethod
-    def from_config(cls, config: dict) -> "AggregateLoss":
-        return cls(**config)
-
-
 def limoe_losses(
     thresholds: dict[str, float | None],
     local_loss: str = "local_entropy",
@@ -344,7 +281,7 @@ def limoe_losses(
     classic: Iterable[str] = CLASSIC,
     modalities: Iterable[str] = ("image", "text"),
     weight: float = 0.04,
-) -> AggregateLoss:
+) -> list[AuxiliaryLoss]:
     """The auxiliary losses that LIMoE trains with: their plain mean, times a weight.
 
     These are the importance, load and z losses over all tokens, a local entropy loss
@@ -376,11 +313,11 @@ def limoe_losses(
 
     >>> import math
     >>> from keras_moe import losses
-    >>> loss = losses.limoe_losses({"text": math.log(4), "image": math.log(25)})
-    >>> [part.name for part in loss.losses][3:]
+    >>> made = losses.limoe_losses({"text": math.log(4), "image": math.log(25)})
+    >>> [loss.name for loss in made][3:]
     ['local_entropy', 'global_entropy', 'global_entropy']
-    >>> (preset,) = losses.get(losses.LIMOE_LOSSES["limoe_h14"])
-    >>> preset.get_config() == loss.get_config()
+    >>> preset = losses.get(losses.LIMOE_LOSSES["limoe_h14"])
+    >>> losses.serialize(preset) == losses.serialize(made)
     True
     """
     local_modalities = tuple(local_modalities)
@@ -388,13 +325,14 @@ def limoe_losses(
     check_one_of("local_loss", local_loss, LOCAL)
     for name in (*thresholds, *local_modalities):
         check_one_of("modality", name, ids)
-    parts = [AuxiliaryLoss(name) for name in classic]
-    parts += [AuxiliaryLoss(local_loss, modality=ids[m]) for m in local_modalities]
+    check_not_negative("weight", weight)
+    parts: list[tuple[str, dict]] = [(name, {}) for name in classic]
+    parts += [(local_loss, {"modality": ids[name]}) for name in local_modalities]
     parts += [
-        AuxiliaryLoss("global_entropy", threshold=threshold, modality=ids[modality])
-        for modality, threshold in thresholds.items()
+        ("global_entropy", {"threshold": threshold, "modality": ids[name]})
+        for name, threshold in thresholds.items()
     ]
-    return AggregateLoss(parts, weight)
+    return [AuxiliaryLoss(name, weight / len(parts), **x) for name, x in parts]
 
 
 def _settings(text, image, **options):
@@ -420,14 +358,13 @@ LIMOE_LOSSES = {
 }
 
 
-def get(identifier: Any) -> list[AuxiliaryLoss | AggregateLoss]:
+def get(identifier: Any) -> list[AuxiliaryLoss]:
     """Makes a list of auxiliary losses from what users write.
 
     Args:
         identifier: None; a dict from the names of `AuxiliaryLoss` to weights, or to
             dicts of `weight` and options, and from `"limoe"` to arguments of
-            `limoe_losses`; or a list of `AuxiliaryLoss`, `AggregateLoss` and their
-            serialised configs.
+            `limoe_losses`; or a list of `AuxiliaryLoss` and their serialised configs.
 
     Example:
 
@@ -437,18 +374,19 @@ def get(identifier: Any) -> list[AuxiliaryLoss | AggregateLoss]:
     ['load_balance', 'router_z']
     >>> losses.get({"load_balance": {"weight": 0.01, "choices": "all"}})[0].options
     {'choices': 'all'}
-    >>> losses.get({"limoe": {"thresholds": {"text": 2.2}}})[0].weight
-    0.04
+    >>> len(losses.get({"limoe": {"thresholds": {"text": 2.2}}}))
+    5
     """
     if identifier is None:
         return []
     if isinstance(identifier, dict):
-        return [_by_name(name, options) for name, options in identifier.items()]
+        named = (_by_name(name, options) for name, options in identifier.items())
+        return [loss for losses in named for loss in losses]
     losses = [
         keras.saving.deserialize_keras_object(loss) if isinstance(loss, dict) else loss
         for loss in identifier
     ]
-    if not all(isinstance(loss, (AuxiliaryLoss, AggregateLoss)) for loss in losses):
+    if not all(isinstance(loss, AuxiliaryLoss) for loss in losses):
         raise ValueError(
             "Expected auxiliary_losses to be None, a dict from name to weight or a "
             f"list of AuxiliaryLoss; received: auxiliary_losses={identifier!r}"
@@ -457,11 +395,11 @@ def get(identifier: Any) -> list[AuxiliaryLoss | AggregateLoss]:
 
 
 def _by_name(name, options):
-    """The loss of a name, from its weight or a dict of its options."""
+    """The losses of a name, from its weight or a dict of its options."""
     if not isinstance(options, dict):
         options = {"weight": options}
     if name in FUNCTIONS:
-        return AuxiliaryLoss(name, **options)
+        return [AuxiliaryLoss(name, **options)]
     if name != "limoe":
         names = sorted([*FUNCTIONS, "limoe"])
         raise ValueError(
@@ -489,11 +427,11 @@ def check_modalities(auxiliary_losses: object, count: int) -> None:
         loss.check_modalities(count)
 
 
-def serialize(losses: list[AuxiliaryLoss | AggregateLoss]) -> list:
+def serialize(losses: list[AuxiliaryLoss]) -> list:
     """The configs from which `get` makes the same losses again.
 
     Args:
-        losses: list of `AuxiliaryLoss` and `AggregateLoss`.
+        losses: list of `AuxiliaryLoss`.
 
     Example:
 

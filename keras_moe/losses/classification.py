@@ -51,12 +51,7 @@ class SigmoidCrossentropy(keras.losses.Loss):
                 f"y_pred.shape={tuple(y_pred.shape)}"
             )
         if not self.from_logits:
-            tiny = keras.config.epsilon()
-            y_pred = ops.clip(y_pred, tiny, 1.0 - tiny)
-            return -ops.sum(
-                y_true * ops.log(y_pred) + (1.0 - y_true) * ops.log(1.0 - y_pred),
-                axis=-1,
-            )
+            y_pred = logits_of(y_pred)
         # softplus(x) - x y is -y log sigmoid(x) - (1 - y) log(1 - sigmoid(x)).
         return ops.sum(ops.softplus(y_pred) - y_pred * y_true, axis=-1)
 
@@ -110,19 +105,21 @@ class SparseSigmoidCrossentropy(SigmoidCrossentropy):
 
     def call(self, y_true, y_pred):
         labels = ops.cast(y_true, "int32")
-        if self.from_logits:
-            ones, zeros = y_pred, -ops.softplus(y_pred)
-        else:
-            tiny = keras.config.epsilon()
-            y_pred = ops.clip(y_pred, tiny, 1.0 - tiny)
-            zeros = ops.log(1.0 - y_pred)
-            ones = ops.log(y_pred) - zeros
+        if not self.from_logits:
+            y_pred = logits_of(y_pred)
         # -(y log p + (1 - y) log(1 - p)), where log p = log(1 - p) + logit.
         last = y_pred.shape[-1] - 1
-        chosen = ops.take_along_axis(ones, ops.clip(labels, 0, last), axis=1)
+        chosen = ops.take_along_axis(y_pred, ops.clip(labels, 0, last), axis=1)
         chosen = ops.where(labels > last, float("nan"), chosen)
         chosen = ops.sum(ops.where(counted(labels), chosen, 0.0), axis=-1)
-        return -ops.sum(zeros, axis=-1) - chosen
+        return ops.sum(ops.softplus(y_pred), axis=-1) - chosen
+
+
+def logits_of(probabilities: Tensor) -> Tensor:
+    """The logits of probabilities, of which 0 and 1 are moved by Keras's epsilon."""
+    tiny = keras.config.epsilon()
+    probabilities = ops.clip(probabilities, tiny, 1.0 - tiny)
+    return ops.log(probabilities) - ops.log(1.0 - probabilities)
 
 
 def counted(labels: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 Axes: B pairs, D embedding.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -428,17 +429,6 @@ def count_duplicate_pairs(
     counted = ops.ones_like(ids[0], dtype="int32")
     if sample_weight is not None:
         counted = ops.cast(ops.convert_to_tensor(sample_weight) > 0, "int32")
-    several = [_number_of_equals(x, counted) > 1 for x in ids]
-    duplicate = several[0] if len(several) == 1 else ops.logical_or(*several)
+    number = [ops.sum(positives([x], [x]) * counted, axis=1) for x in ids]
+    duplicate = functools.reduce(ops.maximum, number) > 1
     return ops.sum(ops.cast(duplicate, "int32") * counted)
-
-
-def _number_of_equals(ids, counted):
-    """How many ids that count equal each id, int32 (B,), by sorting."""
-    order = ops.argsort(ids)
-    ordered = ops.take(ids, order)
-    before = ops.cumsum(ops.take(counted, order))
-    before = ops.concatenate([ops.zeros((1,), "int32"), before])
-    ends = [ops.searchsorted(ordered, ids, side=side) for side in ("right", "left")]
-    last, first = (ops.take(before, end) for end in ends)
-    return last - first

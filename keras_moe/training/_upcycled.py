@@ -49,10 +49,7 @@ def copy_weights(
     reinitialize: float,
     seed: int,
 ) -> dict[str, tuple[str, bool]]:
-    """Copies a dense model's weights; each MLP becomes every expert of its block.
-
-    Returns the dense path of each sparse one, and whether the weight is tiled.
-    """
+    """Copies weights; returns the dense path of each sparse one, and if it is tiled."""
     dense = {weight.path: weight for weight in dense_model.weights}
     generator, sources = np.random.default_rng(seed), {}
     _copy_to_mumoe(dense_model, sparse_model, noise, generator)

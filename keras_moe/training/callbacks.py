@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 from keras import ops
@@ -25,16 +25,13 @@ from keras_moe._processes import process_index
 UNITS = ("epochs", "steps")
 MODES = ("max", "min")
 
-if TYPE_CHECKING:
 
-    class Callback(keras.callbacks.Callback):
-        """Keras sets these before it calls anything else."""
+class Callback(keras.callbacks.Callback):
+    """A callback whose model may be any."""
 
-        model: Any
-        params: dict
-
-else:
-    Callback = keras.callbacks.Callback
+    # Keras sets these before it calls anything else.
+    model: Any
+    params: dict
 
 
 class Progress:

@@ -169,7 +169,7 @@ def find_checkpoint(folder: str | os.PathLike) -> Checkpoint | None:
     names = broadcast_from_primary(lambda: [x.name for x in list_checkpoints(folder)])
     for name in reversed(names):
         try:
-            checkpoint = _open(folder / name, folder)
+            checkpoint = open_checkpoint(folder / name, folder)
         except ValueError as error:
             damaged.append(str(error))
             continue
@@ -181,19 +181,18 @@ def find_checkpoint(folder: str | os.PathLike) -> Checkpoint | None:
     return None
 
 
-def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike, within: str | os.PathLike | None = None
+) -> Checkpoint:
     """Opens a checkpoint, or raises ValueError if it is missing or damaged.
 
     Args:
         path: its folder.
+        within: folder out of which a link may not lead, if any.
 
     Example: see `save_checkpoint`.
     """
-    return _open(path)
-
-
-def _open(path, within=None):
-    opened = []
+    opened: list[Checkpoint] = []
     try:
         # All processes learn of it where one does not reach the folder.
         checked_all_gather(lambda: opened.append(_read(path, within)))

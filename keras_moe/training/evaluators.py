@@ -11,7 +11,7 @@ from keras_moe._files import write_json
 from keras_moe._processes import process_index
 from keras_moe.evaluation.few_shot import L2S, SEEDS, few_shot_from_model
 from keras_moe.evaluation.image_text import encode_pairs, zero_shot_from_model
-from keras_moe.evaluation.retrieval import KS, check_ks
+from keras_moe.evaluation.retrieval import check_ks
 from keras_moe.evaluation.zero_shot import (
     PUBLISHED_NAMES,
     read_class_names,
@@ -240,12 +240,9 @@ class Retrieval:
 
     def __call__(self, model: keras.Model) -> dict[str, float]:
         embeddings = encode_pairs(model, self.pairs, self.batch_size)
-        num_images = len(embeddings.images)
-        fewest = min(num_images, len(embeddings.texts))
-        ks = self.ks or [k for k in KS if k <= fewest]
-        figures = embeddings.retrieval(ks).figures()
+        figures = embeddings.retrieval(self.ks).figures()
         if self.contrastive_batch_size is not None:
-            size = min(self.contrastive_batch_size, num_images)
+            size = min(self.contrastive_batch_size, len(embeddings.images))
             accuracy = embeddings.contrastive_accuracy(size)
             figures["contrastive_accuracy"] = accuracy.accuracy
         return figures

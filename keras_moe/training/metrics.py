@@ -14,7 +14,7 @@ from keras_moe._checks import (
     check_positive,
 )
 from keras_moe._types import DType
-from keras_moe.losses.classification import counted
+from keras_moe.losses.classification import counted, logits_of
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -122,9 +122,7 @@ class MeanAveragePrecision(keras.metrics.Metric):
             weight = ops.ones_like(y_pred[:, 0])
         weight = ops.expand_dims(ops.cast(weight, self.dtype), -1)
         if not self.from_logits:
-            tiny = keras.config.epsilon()
-            y_pred = ops.clip(y_pred, tiny, 1.0 - tiny)
-            y_pred = ops.log(y_pred) - ops.log(1.0 - y_pred)
+            y_pred = logits_of(y_pred)
         # Clipped to [0, num_bins) before the cast: infinities have no integer.
         share = (y_pred + self.max_logit) / (2.0 * self.max_logit)
         bins = ops.clip(share * self.num_bins, 0.0, self.num_bins - 1.0)
@@ -147,8 +145,7 @@ class MeanAveragePrecision(keras.metrics.Metric):
         )
         counts.assign_add(flat)
 
-    def average_precisions(self):
-        """Returns each class's average precision (C,), and which classes occur."""
+    def result(self):
         shape = (self.num_classes, self.num_bins)
         positives, examples = (
             ops.flip(ops.reshape(ops.convert_to_tensor(counts), shape), axis=1)
@@ -162,11 +159,7 @@ class MeanAveragePrecision(keras.metrics.Metric):
         values = ops.sum(precision * positives, axis=1) / ops.where(
             total > 0, total, 1.0
         )
-        return values, total > 0
-
-    def result(self):
-        values, is_there = self.average_precisions()
-        is_there = ops.cast(is_there, values.dtype)
+        is_there = ops.cast(total > 0, values.dtype)
         return ops.sum(values * is_there) / ops.maximum(ops.sum(is_there), 1.0)
 
     def get_config(self):

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_moe._batches import array_length
 from keras_moe._checks import check_bool, check_integer
 from keras_moe._files import write_text
 from keras_moe._processes import batch_devices, predict_batch, process_index
@@ -111,7 +112,8 @@ class RouterHealth(PeriodicCallback):
         max_dead: float = MAX_DEAD,
     ):
         super().__init__(every, unit)
-        images, number = _arrays(images)
+        images = keras.tree.map_structure(np.asarray, images)
+        number = array_length(images)
         # The same number on each device.
         number -= number % batch_devices()
         if not number:
@@ -260,18 +262,6 @@ class _RoutingProbe(Hooked):
         return rows
 
 
-def _arrays(inputs, *length):
-    """Returns an array or a dict of arrays, and their number of examples."""
-    arrays = keras.tree.map_structure(np.asarray, inputs)
-    lengths = {*length, *map(len, keras.tree.flatten(arrays))}
-    if len(lengths) != 1 or 0 in lengths:
-        raise ValueError(
-            "Expected arrays of one length, at least 1; "
-            f"received: lengths {sorted(lengths)}"
-        )
-    return arrays, lengths.pop()
-
-
 class UsageRecorder(PeriodicCallback):
     """Counts the usage of each expert over a window of training.
 
@@ -331,9 +321,11 @@ class UsageRecorder(PeriodicCallback):
             raise ValueError(
                 f"Expected last to be at least every={every}; received: last={last}"
             )
-        self.inputs, self.num_examples = _arrays(inputs)
+        self.inputs = keras.tree.map_structure(np.asarray, inputs)
+        groups = None if groups is None else np.asarray(groups)
+        number = array_length((self.inputs, groups), "inputs and groups")
+        self.num_examples = check_integer("the number of inputs", number)
         if groups is not None:
-            groups, _ = _arrays(groups, self.num_examples)
             group_names = group_names or [*map(str, range(int(groups.max()) + 1))]
         self.groups, self.group_names, self.mask = groups, group_names, mask
         self.batch_size = check_integer("batch_size", batch_size)

@@ -359,7 +359,7 @@ class TextData(MixedData):
         train_split: see `DataConfig`.
         test_split: split of documents to evaluate on after each epoch.
         epoch_size: rows in an epoch; None counts those of all sources.
-        test_source: source of `test_split`; None uses the (first) training source.
+        test_source: see `PairData`.
 
     Example:
 

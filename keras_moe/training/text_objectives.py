@@ -223,10 +223,8 @@ class NextToken(TokenizedObjective):
     Models are compared by the perplexity of held-out documents.
 
     Args:
-        tokenizer: `"trained"` trains byte pairs on the training texts; see
-            `Contrastive` for other values. None uses the preset's tokenizer if it has
-            one, else `"trained"`.
-        vocabulary_size: maximum size of a trained vocabulary; None uses the model's.
+        tokenizer: see `Contrastive`, also for `vocabulary_size`; `"trained"` trains on
+            the training texts.
         max_length: number of tokens in a row; None uses the model's. A preset's
             tokenizer has a fixed length.
 

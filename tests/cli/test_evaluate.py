@@ -10,6 +10,7 @@ import pytest
 from keras_moe import data, evaluation, models
 from keras_moe.cli._inputs import find_examples
 from keras_moe.cli.main import make_parser
+from tests.pipelines import save
 
 pytest.importorskip("tensorflow")
 
@@ -47,9 +48,7 @@ def photos(tmp_path_factory):
         labels = {}
         for number in range(8):
             bright, is_round = number % 2, number // 2 % 2
-            pixels = np.full((*SHAPE[:2], 1), 150 * bright + 10 * number, "uint8")
-            (folder / split).mkdir(exist_ok=True)
-            keras.utils.save_img(folder / split / f"{number}.png", pixels, scale=False)
+            save(folder / split / f"{number}.png", 150 * bright + 10 * number)
             shape = CLASSES[2:] if is_round else ()
             labels[f"{number}.png"] = [CLASSES[1 - bright], *shape]
         (folder / split / "labels.json").write_text(json.dumps(labels))
@@ -169,18 +168,6 @@ def test_the_images_are_those_of_the_run(photos, tmp_path):
     (tmp_path / "whole.png").replace(photos / "test" / "3.png")
 
 
-@pytest.mark.filterwarnings("default:.* is evaluated without trained weights")
-def test_architectures_without_weights_are_named(program):
-    overrides = {**SMALL, "load_weights": False}
-    pairs = [f"{name}={json.dumps(value)}" for name, value in overrides.items()]
-    status, _, errors = program(
-        "evaluate", "vmoe_digits", "--data", "digits", "--set", *pairs
-    )
-    assert status == 0
-    assert errors.startswith("warning: vmoe_digits is evaluated without trained w")
-    assert errors.count("\n") == 1
-
-
 def test_classes_that_the_model_does_not_know(mistake, photos, tmp_path):
     model = small(num_classes=3)
     model.preprocessor = dataclasses.replace(
@@ -197,10 +184,8 @@ def stingrays(tmp_path_factory):
     """Three images of a class and one of another, in folders as ImageNet-A's."""
     folder = tmp_path_factory.mktemp("imagenet_a")
     for wordnet_id, count in (("n01498041", 3), ("n01531178", 1)):
-        (folder / "test" / wordnet_id).mkdir(parents=True)
         for number in range(count):
-            path = folder / "test" / wordnet_id / f"{number}.png"
-            keras.utils.save_img(path, np.zeros((16, 16, 1)), scale=False)
+            save(folder / "test" / wordnet_id / f"{number}.png", 0)
     return folder
 
 

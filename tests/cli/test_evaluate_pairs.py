@@ -14,6 +14,7 @@ from keras_moe.cli._inputs import find_examples
 from keras_moe.cli.main import make_parser
 from keras_moe.data import _emoji_pictures
 from tests.pair_models import limoe
+from tests.pipelines import save
 from tests.small_models import with_weights
 
 pytest.importorskip("tensorflow")
@@ -103,9 +104,7 @@ def data_of(*arguments, **recipe):
 
 def test_a_subset_of_imagenet_has_its_names_and_places(tmp_path):
     for wordnet_id in ("n01531178", "n01498041"):
-        (tmp_path / "photos" / "test" / wordnet_id).mkdir(parents=True)
-        path = tmp_path / "photos" / "test" / wordnet_id / "a.png"
-        keras.utils.save_img(path, np.zeros((16, 16, 1)), scale=False)
+        save(tmp_path / "photos" / "test" / wordnet_id / "a.png", 0)
     (tmp_path / "names.txt").write_text("\n".join(map(str, range(1000))))
     subset = ("--data", f"folder:{tmp_path / 'photos'}", "--class-subset", "imagenet_a")
     names = ("--class-names", tmp_path / "names.txt")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from keras_moe import models, training
+from tests.pipelines import save
 
 SMALL = ["image_shape=[8,8,1]", "patch_size=4", "hidden_dim=8", "num_layers=2"]
 SMALL += ["token_mlp_dim=4", "mlp_dim=8", "num_experts=2", "rematerialize=true"]
@@ -103,11 +104,7 @@ def test_one_command_trains_and_saves(
 
 def test_your_own_photos_in_one_command(done, tmp_path):
     for number, name in enumerate(("cat", "dog") * 5):
-        (tmp_path / "photos" / name).mkdir(parents=True, exist_ok=True)
-        pixels = np.full((20, 24, 3), 200 * (number % 2))
-        keras.utils.save_img(
-            tmp_path / "photos" / name / f"{number}.png", pixels, scale=False
-        )
+        save(tmp_path / "photos" / name / f"{number}.png", 200 * (number % 2))
     output = done(
         "train", "finetune", "--data", f"folder:{tmp_path / 'photos'}",
         "--preset", "vmoe_digits", "--output", tmp_path / "run",

@@ -79,7 +79,7 @@ def routers_by_modality():
         kernel_initializer=keras.initializers.RandomNormal(seed=0),
     )
     bag = losses.limoe_losses({"image": 1.0, "text": 1.0}, "merged_entropy")
-    layer = MoE(router, Experts(6, 8), group_size=10, auxiliary_losses=[bag])
+    layer = MoE(router, Experts(6, 8), group_size=10, auxiliary_losses=bag)
     layer.build(TOKENS.shape)
     states = [variable.value for variable in layer.non_trainable_variables]
 

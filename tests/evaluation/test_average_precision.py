@@ -1,9 +1,6 @@
 import numpy as np
 import pytest
-from sklearn.metrics import (
-    average_precision_score,
-    label_ranking_average_precision_score,
-)
+from sklearn.metrics import average_precision_score
 
 from keras_moe.evaluation import (
     average_precision,
@@ -55,16 +52,6 @@ def test_average_precision_is_that_of_scikit_learn(seed, weighted):
 
     streamed = streamed_average_precision(batches, C, sparse_labels=True)
     np.testing.assert_allclose(streamed, expected, rtol=1e-12, equal_nan=True)
-
-
-def test_over_examples_it_ranks_classes():
-    labels, _, scores, weights = drawn()
-    some = labels.any(axis=1)
-    expected = label_ranking_average_precision_score(
-        labels[some], scores[some], sample_weight=weights[some]
-    )
-    actual = mean_average_precision(labels, scores, weights, over="examples")
-    assert actual == pytest.approx(expected, rel=1e-12)
 
 
 def test_precision_at_1():

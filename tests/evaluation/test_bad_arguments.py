@@ -153,7 +153,6 @@ RIGHT = {
             "shape=(4, 3)",
         ),
         (mean_average_precision, {"scores": FOUR * np.nan}, "12 scores"),
-        (mean_average_precision, {"over": "all"}, "over='all'"),
         (encode_pairs, {"pairs": []}, "none"),
         (encode_pairs, {"pairs": ({"images": IMAGES, **TEXTS}, None)}, "60"),
         (

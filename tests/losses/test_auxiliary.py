@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from keras_moe import losses
-from keras_moe.losses import AggregateLoss, AuxiliaryLoss
+from keras_moe.losses import AuxiliaryLoss
 from keras_moe.losses.auxiliary import FUNCTIONS
 from keras_moe.ops import ExpertTypes, Routing
 from keras_moe.routers import ExpertChoiceRouter, SoftRouter, TokenChoiceRouter
@@ -122,10 +122,7 @@ def test_mutual_information_loss_is_its_function():
     AuxiliaryLoss("target_entropy", modality=1),
     AuxiliaryLoss("merged_entropy", modality=1),
     AuxiliaryLoss("mutual_information"),
-    AggregateLoss(
-        [AuxiliaryLoss("router_z"), AuxiliaryLoss("local_entropy", modality=1)]
-    ),
-], ids=lambda loss: getattr(loss, "name", "aggregate"))  # fmt: skip
+], ids=lambda loss: loss.name)  # fmt: skip
 def test_a_modality_needs_modality_ids(loss):
     routing = routing_of(tensor(normal(0, 1, 6, 4)))
     with pytest.raises(
@@ -134,70 +131,17 @@ def test_a_modality_needs_modality_ids(loss):
         loss(routing, ROUTER)
 
 
-PARTS = (
-    AuxiliaryLoss("importance"),
-    AuxiliaryLoss("router_z"),
-    AuxiliaryLoss("local_entropy", modality=1),
-    AuxiliaryLoss("global_entropy", threshold=1.3, modality=1),
-    AuxiliaryLoss("mutual_information"),
-)
-
-
-def test_the_aggregate_of_equal_weights_is_the_mean_times_0_04():
-    logits, ids = normal(0, 3, 6, 4), tensor(IDS)
-
-    def program(x):
-        parts = [part(routing_of(x), ROUTER, None, ids) for part in PARTS]
-        whole = AggregateLoss(PARTS)(routing_of(x), ROUTER, None, ids)
-        return keras.ops.stack([whole, *parts])
-
-    whole, *actual = numbers(program, logits)
-    assert_close(whole, 0.04 * np.mean(actual, axis=0), 1e-5)
-    assert np.abs(whole).min() > 1e-4
-
-
-def test_the_aggregate_of_other_weights_is_their_weighted_mean():
-    logits, mask = normal(0, 3, 6, 4), tensor(MASK)
-    weights = (3.0, 0.5, 0.0)
-    functions = (
-        losses.router_z_loss,
-        losses.local_entropy_loss,
-        # Not defined without noisy logits, and not computed.
-        lambda x, mask: keras.ops.zeros((3,)),
-    )
-
-    def program(x):
-        whole = AggregateLoss(
-            {"router_z": 3.0, "local_entropy": 0.5, "load": 0.0}, weight=0.2
-        )(routing_of(x), ROUTER, mask)
-        return keras.ops.stack([whole, *(fn(x, mask) for fn in functions)])
-
-    whole, *parts = numbers(program, logits)
-    expected = 0.2 * np.average(parts, axis=0, weights=weights)
-    assert_close(whole, expected, 1e-5)
-
-
 @pytest.mark.parametrize("loss", [
     AuxiliaryLoss("local_entropy", weight=0.3, modality=1),
     AuxiliaryLoss("global_entropy", weight=0.2, threshold=1.5, modality=0),
     AuxiliaryLoss("mutual_information", weight=0.1, num_modalities=3),
     AuxiliaryLoss("target_entropy", weight=0.4, modality=2),
     AuxiliaryLoss("merged_entropy", weight=0.6, modality=1),
-    AggregateLoss(
-        [
-            AuxiliaryLoss("global_entropy", weight=0.5, threshold=0.0, modality=1),
-            AggregateLoss({"mutual_information": 0.7}, weight=3.0),
-        ],
-        weight=0.05,
-    ),
-], ids=lambda loss: getattr(loss, "name", "aggregate"))  # fmt: skip
+], ids=lambda loss: loss.name)  # fmt: skip
 def test_config_round_trip(loss):
     config = loss.get_config()
     # Every argument is there, and none at its default.
-    first = "losses" if isinstance(loss, AggregateLoss) else "function"
-    defaults = type(loss)(
-        {"router_z": 1} if first == "losses" else loss.function
-    ).get_config()
+    defaults = AuxiliaryLoss(loss.function).get_config()
     assert config.keys() == defaults.keys()
     assert all(config[name] != defaults[name] for name in config if name != "function")
     stored = json.loads(json.dumps(losses.serialize([loss])))
@@ -205,9 +149,8 @@ def test_config_round_trip(loss):
     for again in (
         *losses.get(stored),
         keras.saving.deserialize_keras_object(by_keras),
-        type(loss).from_config(json.loads(json.dumps(config))),
+        AuxiliaryLoss.from_config(json.loads(json.dumps(config))),
     ):
-        assert type(again) is type(loss)
         assert again.get_config() == config
 
 
@@ -250,8 +193,6 @@ def test_thresholds_above_the_largest_entropy_warn():
     router = TokenChoiceRouter(num_experts=4, num_modalities=2)
     with pytest.warns(UserWarning, match=received):
         loss.check_router(router)
-    with pytest.warns(UserWarning, match=received):
-        AggregateLoss([AuxiliaryLoss("router_z"), loss]).check_router(router)
     # Modality 1 has a pool of 2.
     router = TokenChoiceRouter(num_experts=4, expert_pools=[[0, 1], [2, 3]])
     with pytest.warns(UserWarning, match="entropy of 2 experts.*at least 0.6931"):
@@ -276,8 +217,6 @@ def test_thresholds_up_to_the_largest_entropy_do_not_warn():
 SOFT, EXPERT_CHOICE = SoftRouter(4), ExpertChoiceRouter(4, noise_std=1.0)
 NEED_K = ("load", "heterogeneous_balance", "target_entropy", "merged_entropy")
 EVERY = {name: AuxiliaryLoss(name) for name in FUNCTIONS}
-EVERY["aggregate"] = AggregateLoss({"router_z": 1.0})
-EVERY["aggregate with K"] = AggregateLoss({"router_z": 1.0, "target_entropy": 1.0})
 EVERY["load_balance with K"] = AuxiliaryLoss("load_balance", choices="all")
 
 
@@ -298,8 +237,6 @@ def test_losses_refuse_routers_without_what_they_read(name):
 
 def test_load_needs_noise_and_losses_of_weight_zero_nothing():
     with pytest.raises(ValueError, match="noise_std > 0"):
-        AggregateLoss({"load": 1.0}).check_router(TokenChoiceRouter(4, noise_std=0.0))
+        AuxiliaryLoss("load").check_router(TokenChoiceRouter(4, noise_std=0.0))
     for name in FUNCTIONS:
         AuxiliaryLoss(name, 0.0).check_router(SOFT)
-        AggregateLoss({name: 1.0}, weight=0).check_router(SOFT)
-    AggregateLoss({"load": 0.0, "router_z": 1.0}).check_router(EXPERT_CHOICE)

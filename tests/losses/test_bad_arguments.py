@@ -7,7 +7,6 @@ import pytest
 
 from keras_moe import losses
 from keras_moe.losses import (
-    AggregateLoss,
     AuxiliaryLoss,
     SigmoidContrastiveLoss,
     SoftmaxContrastiveLoss,
@@ -42,14 +41,12 @@ AUDIO = limoe_losses({"c": 1.0}, modalities="abc", local_modalities=())
     (lambda: AuxiliaryLoss("router_z", modality=1), "modality=1"),
     (lambda: AuxiliaryLoss("load_balance", choice="all"),
      "choice='all' (nearest: choices)"),
-    (lambda: AggregateLoss([]), "weights=[]"),
-    (lambda: AggregateLoss({"router_z": 0.0, "load": 0}), "weights=[0.0, 0.0]"),
-    (lambda: AggregateLoss({"router_z": 1.0}, weight=-1), "weight=-1"),
+    (lambda: limoe_losses({}, weight=-1), "weight=-1"),
     (lambda: losses.get({"router_zz": 1.0}), "'router_zz' (nearest: router_z)"),
     (lambda: losses.get({"load_balance": {"choices": "second"}}), "choices='second'"),
     (lambda: check_modalities({"global_entropy": {"modality": 2}}, 2),
      "modality=2, loss='global_entropy'"),
-    (lambda: check_modalities([AUDIO], 2), "modality=2, loss='global_entropy'"),
+    (lambda: check_modalities(AUDIO, 2), "modality=2, loss='global_entropy'"),
     (lambda: limoe_losses({"audio": 1.0}), "modality='audio'"),
     (lambda: limoe_losses({}, local_modalities=("sound",)), "modality='sound'"),
     (lambda: limoe_losses({}, "global_entropy"), "local_loss='global_entropy'"),

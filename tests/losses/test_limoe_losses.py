@@ -50,14 +50,14 @@ def test_golden_in_training(case, local_loss):
     # Modality 0 of the data is called text here: both orders of names are right.
     text, image = arrays["inputs/tau"]
     thresholds = {"text": float(text), "image": float(image)}
-    loss = limoe_losses(thresholds, local_loss, modalities=("text", "image"))
+    made = limoe_losses(thresholds, local_loss, modalities=("text", "image"))
     router = SimpleNamespace(
         num_experts=num_experts, num_selected_experts=selected, noise_std=1.0
     )
 
     def program(logits, noisy, ids):
         routing = routing_of(logits)._replace(noisy_logits=noisy)
-        return loss(routing, router, None, ids)
+        return sum(loss(routing, router, None, ids) for loss in made)
 
     inputs = (x[None].astype("float32") for x in (logits, logits + noise))
     actual = numbers(program, *inputs, ids[None])
@@ -72,16 +72,19 @@ def test_golden_in_training(case, local_loss):
     assert_close(actual, [0.04 * np.mean(expected)], 1e-5)
 
 
+def facts(made):
+    return [(loss.name, loss.options) for loss in made]
+
+
 def test_parts_and_config():
-    loss = limoe_losses(
+    made = limoe_losses(
         {"image": 2.0, "text": None},
         "merged_entropy",
         local_modalities=("image", "text"),
         classic=("importance", "router_z"),
         weight=0.1,
     )
-    parts = [(part.name, part.options) for part in loss.losses]
-    assert parts == [
+    assert facts(made) == [
         ("importance", {}),
         ("router_z", {}),
         ("merged_entropy", {"modality": 0}),
@@ -89,9 +92,13 @@ def test_parts_and_config():
         ("global_entropy", {"threshold": 2.0, "modality": 0}),
         ("global_entropy", {"threshold": None, "modality": 1}),
     ]
-    stored = json.loads(json.dumps(losses.serialize([loss])))
-    assert losses.get(stored)[0].get_config() == loss.get_config()
-    assert loss.weight == 0.1
+    assert {loss.weight for loss in made} == {0.1 / 6}
+    stored = losses.get(json.loads(json.dumps(losses.serialize(made))))
+    assert losses.serialize(stored) == losses.serialize(made)
+    # Next to others, by name.
+    options = {"thresholds": {"text": 1.0}, "weight": 0.5, "classic": ["importance"]}
+    importance, *bag = losses.get({"importance": 0.1, "limoe": options})
+    assert [importance.weight, *(x.weight for x in bag)] == [0.1, *[0.5 / 3] * 3]
 
 
 # Text, image.
@@ -110,24 +117,18 @@ def test_settings_of_presets_are_json_and_the_published_ones():
         local = "merged_entropy" if name == "several_experts" else "local_entropy"
         # By a config, as a preset has them.
         moe = MoEConfig.from_dict({"auxiliary_losses": stored[name]})
-        (loss,) = losses.get(moe.to_dict()["auxiliary_losses"])
-        assert loss.weight == 0.04
-        assert [(part.name, part.weight, part.options) for part in loss.losses] == [
-            ("importance", 1.0, {}),
-            ("load", 1.0, {}),
-            ("router_z", 1.0, {}),
-            (local, 1.0, {"modality": 1}),
-            ("global_entropy", 1.0, {"threshold": math.log(text), "modality": 1}),
-            ("global_entropy", 1.0, {"threshold": math.log(image), "modality": 0}),
+        made = losses.get(moe.to_dict()["auxiliary_losses"])
+        assert {loss.weight for loss in made} == {0.04 / 6}
+        assert facts(made) == [
+            ("importance", {}),
+            ("load", {}),
+            ("router_z", {}),
+            (local, {"modality": 1}),
+            ("global_entropy", {"threshold": math.log(text), "modality": 1}),
+            ("global_entropy", {"threshold": math.log(image), "modality": 0}),
         ]
-    (loss,) = losses.get(stored["expert_pools"])
-    assert [part.name for part in loss.losses] == ["importance", "load", "router_z"]
-
-
-def test_a_weight_of_the_bag_is_an_option():
-    options = {"thresholds": {"text": 1.0}, "weight": 0.5, "classic": ["importance"]}
-    importance, bag = losses.get({"importance": 0.1, "limoe": options})
-    assert (importance.weight, bag.weight, len(bag.losses)) == (0.1, 0.5, 3)
+    made = losses.get(stored["expert_pools"])
+    assert [loss.name for loss in made] == ["importance", "load", "router_z"]
 
 
 def test_an_moe_layer_trains_with_them_and_warns_of_a_threshold():
@@ -136,7 +137,7 @@ def test_an_moe_layer_trains_with_them_and_warns_of_a_threshold():
             TokenChoiceRouter(4, 1, noise_std=1.0, seed=0),
             Experts(4, 8),
             group_size=5,
-            auxiliary_losses=[limoe_losses(thresholds)],
+            auxiliary_losses=limoe_losses(thresholds),
         )
 
     with warnings.catch_warnings():
@@ -145,7 +146,6 @@ def test_an_moe_layer_trains_with_them_and_warns_of_a_threshold():
     # The second group has images alone.
     ids = np.array([[0, 0, 1, 1, 1], [0] * 5, [1, 1, 0, 0, 1]])
     moe(normal(0, 3, 5, 8), modality_ids=ids, training=True)
-    (loss,) = moe.losses
-    assert 0 < float(loss) < np.inf
+    assert 0 < float(sum(moe.losses)) < np.inf
     with pytest.warns(UserWarning, match=r"log\(num_experts\) = 1\.3863"):
         layer(text=2.0)

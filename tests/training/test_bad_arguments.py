@@ -190,7 +190,7 @@ OTHERS = [
     ("optimizer", {"groups": [{"match": "a", "lr": 1.0}]}, "a group; received: lr=1.0"),
     ("optimizer", {"groups": [{"match": "a", "learning_rate": -1.0}]}, "rate=-1.0"),
     ("groups", {"match": "expert"}, r"match='expert' .nearest: .*experts"),
-    ("usage", {"inputs": IMAGES[:0]}, r"lengths \[0\]"),
+    ("usage", {"inputs": IMAGES[:0]}, "number of inputs=0"),
     ("usage", {"groups": LABELS[:3]}, r"lengths \[3, 6\]"),
     ("usage", {"every": 5, "last": 4}, "last=4"),
     ("upcycle", {"preset": "clip_up", "router": "soft"}, "router='soft'"),

@@ -182,12 +182,8 @@ def test_names_outside_the_folder_are_refused(tmp_path, group):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "5", "[" * 100_000, "{}",
-        '{"step": 1, "state": {}, "variables": {"model": [5]}, "sha256": {}}',
-        '{"step": 1, "state": {}, "variables": {"model": []}, "sha256": 5}',
-    ],
-)  # fmt: skip
+    ["5", "[" * 100_000, '{"step": 1, "state": {}, "variables": {}, "sha256": {}}'],
+)
 def test_states_of_another_kind_do_not_hide_older_checkpoints(tmp_path, text):
     save(tmp_path, 1)
     path = save(tmp_path, 2)

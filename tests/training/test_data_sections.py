@@ -2,12 +2,12 @@
 
 import warnings
 
-import keras
 import numpy as np
 import pytest
 
 from keras_moe import data
 from keras_moe.training import Datasets, Recipe, find_checkpoint, train
+from tests.pipelines import save
 from tests.training.runs import changed, dropout_model, short_recipe
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
@@ -25,11 +25,9 @@ def recipe(**settings):
 
 @pytest.fixture
 def letters(tmp_path):
-    image = np.zeros((8, 8, 3), "uint8")
     for split in ("train", "test"):
         for name in NAMES:
-            (tmp_path / split / name).mkdir(parents=True)
-            keras.utils.save_img(tmp_path / split / name / "0.png", image, scale=False)
+            save(tmp_path / split / name / "0.png", 0)
     return f"folder:{tmp_path}"
 
 
@@ -66,10 +64,8 @@ def path(tmp_path, monkeypatch):
     monkeypatch.setattr(Recipe, "new_model", dropout_model)
     for number in range(10):
         for split in ("train", "test"):
-            path = tmp_path / "photos" / split / "ab"[number % 2] / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            pixels = np.full((4, 4, 3), 20 * number, "uint8")
-            keras.utils.save_img(path, pixels, scale=False)
+            name = f"{split}/{'ab'[number % 2]}/{number}.png"
+            save(tmp_path / "photos" / name, 20 * number)
     path = tmp_path / "photos" / "train" / "a" / "4.png"
     path.write_bytes(b"no image")
     return path

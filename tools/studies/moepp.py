@@ -24,7 +24,7 @@ from rich.console import Console
 from keras_moe import analysis, data, models
 from keras_moe.analysis import plots
 from keras_moe.cli._arguments import RESUMES, Result, add_count, positive
-from keras_moe.cli.quickstart import compile_with_cosine, shifts_and_turns
+from keras_moe.cli.quickstart import compile_with_cosine
 from keras_moe.cli.train import backend_and_versions
 from keras_moe.ops import ExpertTypes
 from tools.studies import plots as study_plots
@@ -201,7 +201,7 @@ class Digits(NamedTuple):
             shape,
             batch_size=self.batch_size,
             seed=seed,
-            augment=shifts_and_turns(),
+            augment=["translation", "rotation"],
             drop_remainder=True,
         )
         test = list(data.load("digits", "test", shape, batch_size=self.batch_size))

@@ -28,7 +28,7 @@ from keras_moe.cli._arguments import (
     add_preset,
 )
 from keras_moe.cli.evaluate import accuracy, predict
-from keras_moe.cli.quickstart import compile_with_cosine, shifts_and_turns
+from keras_moe.cli.quickstart import compile_with_cosine
 from keras_moe.cli.train import backend_and_versions
 from keras_moe.evaluation.few_shot import sample_shots
 from keras_moe.layers import MoEConfig
@@ -238,7 +238,7 @@ class Task:
             self.args.train_split,
             shuffle=True,
             seed=seed,
-            augment=shifts_and_turns(),
+            augment=["translation", "rotation"],
             drop_remainder=True,
         )
 

@@ -335,6 +335,8 @@ def resolve(
     weights, new_weights = opened.weights(), (*HEAD, *POOLING)
     try:
         backbone, task_cls = opened.classes(task, cls, has_classes)
+        if task_cls is not None:
+            opened = opened.for_task(task_cls)
         # Descriptions may have a task's arguments without the task.
         owner = task_cls or (opened.task if counts_only else None)
         of_backbone, of_task = split_overrides(backbone, owner, overrides)
@@ -348,8 +350,7 @@ def resolve(
                 config = config_for_weights(backbone, opened.config, config)
             task_config = {}
             if task_cls is not None:
-                own = opened.for_task(task_cls)
-                task_config, new_weights = task_cls.config_from(own, of_task, config)
+                task_config, new_weights = task_cls.config_from(opened, of_task, config)
                 replaced -= {*of_task}
         task_config = {k: v for k, v in task_config.items() if k not in replaced}
         weights = opened.weights(new_weights)

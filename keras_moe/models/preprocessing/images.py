@@ -170,10 +170,10 @@ class ImagePreprocessor:
         """
         changes = {}
         if image_shape is not None:
-            shape = changes["image_shape"] = check_image_shape(image_shape)
+            changes["image_shape"] = image_shape
             for name in ("mean", "std"):
                 value = getattr(self, name)
-                if len(value) not in (1, shape[2]):
+                if len(value) not in (1, image_shape[-1]):
                     changes[name] = float(np.mean(value))
         names = self.class_names
         if names is not None and num_classes not in (None, len(names)):
