@@ -116,7 +116,6 @@ class SparseRouter(Router):
         if combine == "affinity":
             # The plan that routes also weighs the outputs.
             check_one_of("noisy_combine", noisy_combine, (True,))
-            self.affinity.check_differentiable()
         self.normalize_gates = check_one_of(
             "normalize_gates", normalize_gates, self.normalizations
         )
