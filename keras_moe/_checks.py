@@ -307,10 +307,7 @@ def argument_names(cls: type) -> list[str]:
 
 
 def argument_values(instance: object, base: type) -> "Config":
-    """Returns the attributes named like constructor arguments of classes below `base`.
-
-    A subclass may store an argument elsewhere, and add it to the config.
-    """
+    """Returns attributes named like constructor arguments of classes below `base`."""
     values = {}
     for cls in itertools.takewhile(lambda cls: cls is not base, type(instance).__mro__):
         # An inherited constructor would add Keras's `dtype` without its policy.

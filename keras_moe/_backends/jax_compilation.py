@@ -51,11 +51,7 @@ _LOCK = threading.RLock()
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Keeps the user's distribution, environment and random states as they are.
-
-    XLA's flags are hidden, since compilers abort over those that they do not know. The
-    environment is that of all threads: one at a time.
-    """
+    """Keeps the user's distribution, environment and random states as they are."""
     # JAX's own devices read the flags once, when they start.
     jax.devices()
     with _LOCK, kept_random_states():
@@ -66,6 +62,7 @@ def alone() -> Iterator[None]:
         try:
             for name, value in ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
+            # Compilers abort over flags that they do not know.
             os.environ.pop("XLA_FLAGS", None)
             keras.distribution.set_distribution(None)
             # A program from the cache is not printed.

@@ -21,11 +21,7 @@ METHODS = ("router_drop", "router_pred", "router_pred_skip")
 
 
 class _Pruned(TokenChoiceRouter):
-    """Token choice among the experts that pruning has kept.
-
-    Routing records keep all E experts. With `removed`, only kept FFN experts have
-    weights. See `keras_moe.analysis.prune_experts`.
-    """
+    """Token choice among the experts that pruning has kept; records keep all E."""
 
     def __init__(
         self,
@@ -86,10 +82,7 @@ class _Pruned(TokenChoiceRouter):
 
 @keras.saving.register_keras_serializable("keras_moe")
 class PrunedTokenChoiceRouter(_Pruned):
-    """Pruned token choice, whose capacity C = S K c / E counts only kept experts.
-
-    With `"router_pred_skip"` it counts all.
-    """
+    """Pruned token choice, whose capacity C = S K c / E counts only kept experts."""
 
     def capacity_of(self, num_tokens, factor, selected, multiple_of):
         routes_as_before = self.method == "router_pred_skip"

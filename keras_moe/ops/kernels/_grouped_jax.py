@@ -71,10 +71,8 @@ def pallas() -> tuple[tuple[str, ...], tuple]:
 
 
 def _matmuls_by_platform(loops, composed, rows, *arguments):
-    """`loops` on CPUs, and elsewhere `composed` of the platform's grouped matmuls.
-
-    On CPUs and GPUs `ragged_dot` computes every expert on every row.
-    """
+    """`loops` on CPUs, and elsewhere `composed` of the platform's grouped matmuls."""
+    # On CPUs and GPUs `ragged_dot` computes every expert on every row.
     # Both need a number of rows, which a symbolic dimension is not.
     if not isinstance(rows.shape[0], int):
         return composed(RAGGED)(rows, *arguments)
