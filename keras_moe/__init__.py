@@ -52,9 +52,8 @@ def import_keras() -> None:
         if error.name not in ("jax", "tensorflow", "torch"):
             raise
         raise ImportError(
-            "Expected an installed backend of Keras: pip install "
-            '"keras-moe[jax]" and set KERAS_BACKEND=jax (or tensorflow, torch), if at '
-            "all, before Keras is imported; "
+            'Expected an installed backend of Keras: pip install "keras-moe[jax]" and '
+            "set KERAS_BACKEND=jax (or tensorflow, torch) before Keras is imported; "
             f"received: no module {error.name!r}"
         ) from error
 

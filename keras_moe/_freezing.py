@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from keras_moe._checks import nearest
+from keras_moe._checks import nearest, unfit
 from keras_moe._compat import flatten_layers, own_variables
 from keras_moe._types import Config
 
@@ -69,10 +69,8 @@ def _keeps_own(part):
 def freeze(layer: Any, paths: Iterable[str], strict: bool = True) -> list[str]:
     """Freezes what `frozen_paths` returned; unknown paths are errors, or returned."""
     if isinstance(paths, str) or not all(isinstance(path, str) for path in paths):
-        raise ValueError(
-            f"Expected {FROZEN} to be a list of paths, such as ['block_0']; received: "
-            f"{FROZEN}={paths!r}"
-        )
+        expected = f"{FROZEN} to be a list of paths, such as ['block_0']"
+        raise unfit(expected, **{FROZEN: paths})
     missing = []
     # A layer before its parts, which may differ.
     for path in sorted(paths, key=lambda path: path.removeprefix("!")):

@@ -12,6 +12,7 @@ from keras_moe._checks import (
     check_integer,
     check_one_of,
     check_positive,
+    unfit,
 )
 from keras_moe._types import Config, Tensor
 from keras_moe.ops.sparse_transport import SOLVERS, sparse_transport
@@ -160,8 +161,6 @@ def get(identifier: Affinity | str | Config) -> Affinity:
     if isinstance(identifier, dict):
         identifier = keras.saving.deserialize_keras_object(identifier)
     if not isinstance(identifier, Affinity):
-        raise ValueError(
-            f"Expected affinity to be one of {sorted(BY_NAME)} or an Affinity; "
-            f"received: affinity={identifier!r}"
-        )
+        expected = f"affinity to be one of {sorted(BY_NAME)} or an Affinity"
+        raise unfit(expected, affinity=identifier)
     return identifier

@@ -132,7 +132,7 @@ def test_a_config_takes_them_to_each_block():
     (lambda: router_of("text_first"), "'shuffled'.*priority='text_first'"),
     (lambda: router_of(None), "priority=None"),
     (lambda: router_of(TEXT_FIRST)(LOGITS, training=True),
-     "Expected modality_ids of shape"),
+     "Expected modality_ids .groups, tokens."),
     (lambda: token_choice(LOGITS, LOGITS, 1, 2, "shuffled"), "priority='shuffled'"),
 ])  # fmt: skip
 def test_bad_orders_are_refused(make, received):
