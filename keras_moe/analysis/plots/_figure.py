@@ -33,7 +33,7 @@ GREY = "#808080"
 _NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 
 
-def new_figure(**kwargs) -> "Figure":
+def new_figure(layout: str = "constrained", **kwargs) -> "Figure":
     """Makes a figure without pyplot or a display."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -42,7 +42,7 @@ def new_figure(**kwargs) -> "Figure":
         raise ImportError(
             "Pictures need matplotlib: pip install 'keras-moe[plots]'"
         ) from error
-    figure = Figure(**kwargs)
+    figure = Figure(layout=layout, **kwargs)
     FigureCanvasAgg(figure)
     return figure
 
@@ -93,12 +93,11 @@ def plain_axis(axis: "Axes", title: str = "") -> None:
 
 
 def save_figure(
-    figure: "Figure", path: str | os.PathLike | None, title: str = "", **layout: Any
+    figure: "Figure", path: str | os.PathLike | None, title: str = ""
 ) -> "Figure":
-    """Adds a title, applies `tight_layout` and writes the figure."""
+    """Adds a title and writes the figure."""
     if title:
         figure.suptitle(title, fontsize=11)
-    figure.tight_layout(**layout)
     return write_figure(figure, path)
 
 
@@ -110,7 +109,7 @@ def write_figure(figure: "Figure", path: str | os.PathLike | None) -> "Figure":
     content = io.BytesIO()
     print_png = getattr(figure.canvas, "print_png", None)
     if kind == "png" and print_png is not None:
-        # `savefig` draws twice, for layout engines, which are not used here.
+        # `savefig` draws twice.
         print_png(content)
     else:
         figure.savefig(content, format=kind)

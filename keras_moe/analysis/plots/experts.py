@@ -83,6 +83,7 @@ def plot_ablation(
             label = f"expert {ablation.experts[index]}, p = {score:.2f}"
             axis.set_title(label, fontsize=8, pad=3)
             axis.tick_params(labelsize=6)
+            axis.xaxis.get_major_locator().set_params(integer=True)
             if class_names is not None:
                 axis.set_xticks(positions, class_names)
     if class_names is None:
@@ -265,7 +266,7 @@ def plot_coverage(
         axis.tick_params(labelsize=8)
     axes[0].set_ylabel("% covered by the others", fontsize=8)
     axes[-1].legend(loc="lower left", fontsize=7, frameon=False)
-    return save_figure(figure, path, title, pad=0.5)
+    return save_figure(figure, path, title)
 
 
 def _points(curve):
