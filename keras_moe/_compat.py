@@ -47,10 +47,7 @@ from keras.src.models.functional import Functional
 from keras.src.models.model import inject_functional_model_class
 
 # The generator of whatever draws without a seed.
-from keras.src.random.seed_generator import (
-    GLOBAL_SEED_GENERATOR,
-    global_seed_generator,
-)
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 
 # Public stores copy the arrays they read, and cannot read into a buffer.
 from keras.src.saving.saving_lib import H5IOStore, safe_get_h5_dataset

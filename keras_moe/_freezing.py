@@ -92,9 +92,7 @@ def freeze(layer: Any, paths: Iterable[str], strict: bool = True) -> list[str]:
 
 
 def copy_freezing(
-    source: Any,
-    target: Any,
-    renamed: dict[str, str] | None = None,
+    source: Any, target: Any, renamed: dict[str, str] | None = None
 ) -> None:
     """Freezes in a layer what is frozen in another, whose parts may be `renamed`."""
     if not source.trainable:

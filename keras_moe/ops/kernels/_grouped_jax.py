@@ -9,11 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from keras_moe._backends.jax import (
-    by_platform,
-    jit_by_platform,
-    platforms,
-)
+from keras_moe._backends.jax import by_platform, jit_by_platform, platforms
 from keras_moe.ops.kernels import _block_loops
 from keras_moe.ops.kernels._block_loops import Weights, activate
 
