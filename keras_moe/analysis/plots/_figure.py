@@ -33,7 +33,7 @@ GREY = "#808080"
 _NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 
 
-def new_figure(layout: str = "constrained", **kwargs) -> "Figure":
+def new_figure(layout: Any = "constrained", **kwargs) -> "Figure":
     """Makes a figure without pyplot or a display."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
