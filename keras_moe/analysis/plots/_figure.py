@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from keras_moe._checks import import_extra
 from keras_moe._files import write_bytes
 
 if TYPE_CHECKING:
@@ -35,15 +36,9 @@ _NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 
 def new_figure(layout: Any = "constrained", **kwargs) -> "Figure":
     """Makes a figure without pyplot or a display."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "Pictures need matplotlib: pip install 'keras-moe[plots]'"
-        ) from error
-    figure = Figure(layout=layout, **kwargs)
-    FigureCanvasAgg(figure)
+    needs = "Pictures need matplotlib: pip install 'keras-moe[plots]'"
+    figure = import_extra("matplotlib.figure", needs).Figure(layout=layout, **kwargs)
+    import_extra("matplotlib.backends.backend_agg", needs).FigureCanvasAgg(figure)
     return figure
 
 
