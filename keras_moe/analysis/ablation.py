@@ -142,9 +142,7 @@ def _check_labels(labels, count, model):
     several = getattr(model, "multi_label", labels.ndim == 2)
     shape = (count, classes) if several else (count,)
     if labels.shape != shape:
-        raise ValueError(
-            f"Expected labels of shape {shape}; received: shape={labels.shape}"
-        )
+        raise unfit(f"labels of shape {shape}", shape=labels.shape)
     check_class_labels(labels, 2 if several else classes)
     return labels.astype("int32")
 

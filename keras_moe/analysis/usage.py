@@ -146,10 +146,8 @@ def merged_usage(usages: Iterable[ExpertUsage]) -> ExpertUsage:
     usages = list(usages)
     layouts = [_layout(usage) for usage in usages]
     if not usages or any(layout != layouts[0] for layout in layouts):
-        raise ValueError(
-            "Expected usages with the same groups, blocks and experts, at least one; "
-            f"received: {layouts}"
-        )
+        expected = "usages with the same groups, blocks and experts, at least one"
+        raise unfit(expected, usages=layouts)
     first = usages[0]
     blocks = {
         name: _mapped(lambda *x: np.sum(x, axis=0), *(x.blocks[name] for x in usages))

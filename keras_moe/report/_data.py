@@ -155,9 +155,7 @@ def _check_inputs(inputs, model):
         shape = tuple(inputs[name].shape)
         if not fits_shape(shape, symbol.shape):
             wanted = ", ".join(str(x or "any") for x in symbol.shape[1:])
-            raise ValueError(
-                f"Expected {name} of shape (batch, {wanted}); received: shape={shape}"
-            )
+            raise unfit(f"{name} of shape (batch, {wanted})", shape=shape)
     if "images" in expected:
         _check_range(inputs["images"], getattr(model, "preprocessor", None))
 

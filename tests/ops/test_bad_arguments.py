@@ -85,11 +85,7 @@ RIGHT = {
     (ops.grouped_matmul, {"rows": ones(6, 3, dtype="int32")}, "int32"),
     (ops.grouped_matmul, {"kernels": ones(2, 3, 5, dtype="float16")}, "float16"),
     *(
-        (
-            ops.grouped_mlp,
-            {name: right[..., :-1]},
-            f"{name!r}: {right[..., :-1].shape}",
-        )
+        (ops.grouped_mlp, {name: right[..., :-1]}, f"{name}={right[..., :-1].shape}")
         for name, right in RIGHT[ops.grouped_mlp].items()
         if name not in ("activation", "rows")
     ),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike
 
+from keras_moe._checks import unfit
 from keras_moe.analysis.plots._figure import (
     COLOURS,
     EXPERT_COLOURS,
@@ -300,9 +301,7 @@ def plot_expert_usage(
     >>> figure = plots.plot_expert_usage(usage, "usage.png")
     """
     if len(usage.groups) > len(_COLOURS):
-        raise ValueError(
-            f"Expected up to {len(_COLOURS)} groups; received: {list(usage.groups)}"
-        )
+        raise unfit(f"up to {len(_COLOURS)} groups", groups=usage.groups)
     columns = min(3, len(usage.blocks))
     rows = -(-len(usage.blocks) // columns)
     size = (0.6 + 3.4 * columns, 0.9 + 2.1 * rows)
