@@ -26,7 +26,7 @@ GATES = np.array(
 
 
 def canvas(width, height):
-    figure = new_figure(figsize=(width, height))
+    figure = new_figure("none", figsize=(width, height))
     axis = figure.add_axes((0, 0, 1, 1))
     axis.set_xlim(0, width)
     axis.set_ylim(0, height)

@@ -21,14 +21,10 @@ WRITTEN_BY_KERAS = {
 
 
 def choose_backend() -> None:
-    """Sets KERAS_BACKEND, if it is not set, before Keras is imported.
-
-    The choice is that of an edited `keras.json`, or else the first one installed of
-    JAX, PyTorch and TensorFlow: Keras's own default is TensorFlow, which KerasHub
-    installs for every backend.
-    """
+    """Sets KERAS_BACKEND by an edited `keras.json`, or to an installed backend."""
     if "keras" in sys.modules or "KERAS_BACKEND" in os.environ:
         return
+    # Keras's own default is TensorFlow, which KerasHub installs for every backend.
     installed = filter(find_spec, ("jax", "torch", "tensorflow"))
     os.environ["KERAS_BACKEND"] = configured_backend() or next(installed, "jax")
 
@@ -56,9 +52,8 @@ def import_keras() -> None:
         if error.name not in ("jax", "tensorflow", "torch"):
             raise
         raise ImportError(
-            "Expected an installed backend of Keras: pip install "
-            '"keras-moe[jax]" and set KERAS_BACKEND=jax (or tensorflow, torch), if at '
-            "all, before Keras is imported; "
+            'Expected an installed backend of Keras: pip install "keras-moe[jax]" and '
+            "set KERAS_BACKEND=jax (or tensorflow, torch) before Keras is imported; "
             f"received: no module {error.name!r}"
         ) from error
 

@@ -21,14 +21,16 @@ T = TypeVar("T")
 LARGEST_SEED = 2**32 - 1
 
 
-def _unfit(what: str, name: str, value: object) -> ValueError:
-    return ValueError(f"Expected {what}; received: {name}={value!r}")
+def unfit(expected: str, /, **received: object) -> ValueError:
+    """Returns the error that names what was expected and the values received."""
+    values = ", ".join(f"{name}={value!r}" for name, value in received.items())
+    return ValueError(f"Expected {expected}; received: {values}")
 
 
 def _expect(fits: object, what: str, name: str, value: object) -> None:
     """Raises ValueError for a value of this name that does not fit."""
     if not fits:
-        raise _unfit(what, name, value)
+        raise unfit(what, **{name: value})
 
 
 def check_integer(
@@ -46,7 +48,7 @@ def check_integer(
         bounds = f"{name} >= {minimum}"
         if maximum is not None:
             bounds = f"{minimum} <= {name} <= {maximum}"
-        raise _unfit(f"{name} to be an integer, {bounds}", name, value)
+        raise unfit(f"{name} to be an integer, {bounds}", **{name: value})
     return number
 
 
@@ -68,7 +70,7 @@ def check_selected(num_selected_experts: object, num_experts: int) -> int:
 def check_indices(name: str, values: object, count: int) -> set[int]:
     """Returns the set of `values`, which must be integers below `count`."""
     if not isinstance(values, Iterable):
-        raise _unfit(f"{name} to be a sequence of integers", name, values)
+        raise unfit(f"{name} to be a sequence of integers", **{name: values})
     return {check_integer(name, value, 0, count - 1) for value in values}
 
 
@@ -86,7 +88,7 @@ def check_pair(name: str, value: object) -> tuple[int, int]:
     values = _positive_integers((value, value), 2) or _positive_integers(value, 2)
     if values is None:
         expected = f"{name} to be a positive integer or a pair of them"
-        raise _unfit(expected, name, value)
+        raise unfit(expected, **{name: value})
     return values
 
 
@@ -95,7 +97,7 @@ def check_image_shape(image_shape: object) -> tuple[int, int, int]:
     sizes = _positive_integers(image_shape, 3)
     if sizes is None:
         expected = "image_shape (height, width, channels) of positive integers"
-        raise _unfit(expected, "image_shape", image_shape)
+        raise unfit(expected, image_shape=image_shape)
     return sizes
 
 
@@ -103,10 +105,8 @@ def head_size(num_heads: object, hidden_dim: int) -> int:
     """Returns the size of each attention head; `num_heads` must divide `hidden_dim`."""
     count = check_integer("num_heads", num_heads)
     if hidden_dim % count:
-        raise ValueError(
-            "Expected num_heads to divide hidden_dim; received: "
-            f"num_heads={num_heads}, hidden_dim={hidden_dim}"
-        )
+        expected = "num_heads to divide hidden_dim"
+        raise unfit(expected, num_heads=num_heads, hidden_dim=hidden_dim)
     return hidden_dim // count
 
 
@@ -153,21 +153,21 @@ def _is_finite(value: Any) -> bool:
 def check_bool(name: str, value: object) -> bool:
     """Returns `value`; it must be True or False."""
     if not isinstance(value, bool):
-        raise _unfit(f"{name} to be True or False", name, value)
+        raise unfit(f"{name} to be True or False", **{name: value})
     return value
 
 
 def check_string(name: str, value: object) -> str:
     """Returns `value`; it must be a string."""
     if not isinstance(value, str):
-        raise _unfit(f"{name} to be a string", name, value)
+        raise unfit(f"{name} to be a string", **{name: value})
     return value
 
 
 def check_one_of(name: str, value: T, allowed: Collection) -> T:
     """Returns `value`; it must be one of `allowed`."""
     if value not in allowed:
-        raise _unfit(f"{name} to be one of {tuple(allowed)}", name, value)
+        raise unfit(f"{name} to be one of {tuple(allowed)}", **{name: value})
     return value
 
 
@@ -230,9 +230,7 @@ def check_disjoint(name: str, pools: Iterable[Iterable[int]] | None) -> None:
     """Validates that no two sequences share a value."""
     values = [value for pool in pools or () for value in {*pool}]
     if len(set(values)) < len(values):
-        raise ValueError(
-            f"Expected {name} that have nothing in common; received: {name}={pools}"
-        )
+        raise unfit(f"{name} that have nothing in common", **{name: pools})
 
 
 def check_path(name: str, path: T) -> T:
@@ -246,10 +244,8 @@ def check_dtype(name: str, dtype: T) -> T:
     try:
         keras.dtype_policies.get(dtype)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"Expected {name} to be a dtype policy of Keras, or the name of one, such "
-            f"as 'mixed_bfloat16'; received: {name}={dtype!r}"
-        ) from error
+        expected = f"{name} to be a dtype policy of Keras, such as 'mixed_bfloat16'"
+        raise unfit(expected, **{name: dtype}) from error
     return dtype
 
 
@@ -313,10 +309,7 @@ def argument_names(cls: type) -> list[str]:
 
 
 def argument_values(instance: object, base: type) -> "Config":
-    """Returns the attributes named like constructor arguments of classes below `base`.
-
-    A subclass may store an argument elsewhere, and add it to the config.
-    """
+    """Returns attributes named like constructor arguments of classes below `base`."""
     values = {}
     for cls in itertools.takewhile(lambda cls: cls is not base, type(instance).__mro__):
         # An inherited constructor would add Keras's `dtype` without its policy.

@@ -47,10 +47,7 @@ from keras.src.models.functional import Functional
 from keras.src.models.model import inject_functional_model_class
 
 # The generator of whatever draws without a seed.
-from keras.src.random.seed_generator import (
-    GLOBAL_SEED_GENERATOR,
-    global_seed_generator,
-)
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 
 # Public stores copy the arrays they read, and cannot read into a buffer.
 from keras.src.saving.saving_lib import H5IOStore, safe_get_h5_dataset
@@ -77,10 +74,8 @@ def own_variables(layer: keras.layers.Layer, trainable: bool) -> list[keras.Vari
 
 
 def order_layers(model: Any) -> None:
-    """Puts a model's layers, and so its weights, in the order of its graph.
-
-    Keras tracks them in the order in which attributes are set, except on PyTorch.
-    """
+    """Puts a model's layers, and so its weights, in the order of its graph."""
+    # Keras tracks them in the order in which attributes are set, except on PyTorch.
     places = {id(layer): place for place, layer in enumerate(model.layers)}
     # Layers outside of the graph are last.
     model._layers.sort(key=lambda layer: places.get(id(layer), len(places)))
@@ -129,18 +124,13 @@ def has_hooks(layer: keras.layers.Layer) -> bool:
 
 
 def is_jax_train_state(name: str) -> bool:
-    """Whether an attribute of a model is the state of JAX's trainer.
-
-    Keras searches new attributes for layers and weights, which this one never has.
-    """
+    """Whether an attribute of a model is JAX's state, which has no layers to track."""
     return name == "_jax_state"
 
 
 def mark_loss_as_built(model: Any) -> None:
-    """Marks a compiled model's loss as built, which a custom `compute_loss` never does.
-
-    Until then, `train_on_batch` runs a symbolic step before each real one.
-    """
+    """Marks a model's loss as built, which a custom `compute_loss` never does."""
+    # Until then, `train_on_batch` runs a symbolic step before each real one.
     model._compile_loss.built = True
 
 
@@ -188,11 +178,9 @@ def view(layer: keras.layers.Layer, **attributes: object) -> Any:
 
 
 def serving(model: Any) -> Any:
-    """Returns what predicts like a model and leaves the model alone meanwhile.
-
-    On JAX, Keras's `predict` takes the values out of a model's variables while it runs,
-    and donates them; any other thread that uses a model with these variables fails.
-    """
+    """Returns what predicts like a model and leaves the model alone meanwhile."""
+    # On JAX, Keras's `predict` takes the values out of a model's variables while it
+    # runs, and donates them: any other thread that uses these variables fails.
     if keras.backend.backend() != "jax" or "jax_state_sync" in vars(model):
         return model
     with ONE_AT_A_TIME:
@@ -272,10 +260,8 @@ def count_batches(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
 
 
 def keep_no_steps(optimizer: keras.optimizers.Optimizer) -> None:
-    """Lets an optimizer on TensorFlow sum gradients only over several replicas.
-
-    TensorFlow's sum registers a gradient of its own for ever, and so the traced step.
-    """
+    """Lets an optimizer on TensorFlow sum gradients only over several replicas."""
+    # TensorFlow's sum registers a gradient of its own for ever, and so the traced step.
     for part in (optimizer, getattr(optimizer, "inner_optimizer", None)):
         strategy = getattr(part, "_distribution_strategy", None)
         if strategy is not None and strategy.num_replicas_in_sync == 1:
@@ -405,10 +391,8 @@ def hub_file(preset: str, name: str) -> str:
 
 
 def init_task(task: Any, compile: bool = True, **kwargs: object) -> None:
-    """`keras_hub.models.Task.__init__` while other threads use other tasks.
-
-    KerasHub's takes `Functional` out of the bases of all tasks for a moment.
-    """
+    """`keras_hub.models.Task.__init__` while other threads use other tasks."""
+    # KerasHub's takes `Functional` out of the bases of all tasks for a moment.
     # `keras.Model.__init__` puts `Functional` there, for the first model of a class.
     base = Functional if isinstance(task, Functional) else keras.Model
     base.__init__(task, **kwargs)
@@ -491,10 +475,8 @@ def replace_layer(
 
 
 def forget_programs(model: Any) -> None:
-    """Makes a model with other layers compile its functions again.
-
-    PyTorch's parameters are those of the layers at the time they were listed.
-    """
+    """Makes a model with other layers compile its functions again."""
+    # PyTorch's parameters are those of the layers at the time they were listed.
     for layer in flatten_layers(model):
         if "_torch_params" in getattr(layer, "_modules", ()):
             layer._track_variables()

@@ -121,11 +121,9 @@ def check_free_space(path: str | os.PathLike, size: int) -> None:
 
 
 def check_room(path: str | os.PathLike, *sizes: int) -> None:
-    """Raises OSError if new files of these sizes may not be written next to `path`.
-
-    Their space is reserved and given back, since a quota or a limit of the size of
-    files shows in nothing else.
-    """
+    """Raises OSError if new files of these sizes may not be written next to `path`."""
+    # Their space is reserved and given back, since a quota or a limit of the size of
+    # files shows in nothing else.
     check_free_space(path, sum(sizes))
     folder = Path(path).absolute().parent
     try:
@@ -290,11 +288,9 @@ def _holder(path):
 
 
 def replace_folder(new: str | os.PathLike, target: str | os.PathLike) -> None:
-    """Replaces a folder by a new one, or leaves the existing one.
-
-    A process killed between the two renames leaves the old folder at
-    `previous_folder`, from which `recover_folder` restores it.
-    """
+    """Replaces a folder by a new one, or leaves the existing one."""
+    # A process killed between the two renames leaves the old folder at
+    # `previous_folder`, from which `recover_folder` restores it.
     new, target = Path(new), Path(target)
     previous = previous_folder(target)
     replaces = target.exists()
@@ -355,10 +351,7 @@ def staged_folder(
     is_own: Callable[[Path], bool],
     finish: Callable[[Path], None] | None = None,
 ) -> Iterator[Path]:
-    """Yields a new folder that replaces `folder` once everything is written.
-
-    Other processes wait meanwhile. Files of `folder` that are not `is_own` are kept.
-    """
+    """Yields a folder that replaces `folder` at the end, with files not `is_own`."""
     target = Path(check_path("folder", folder)).expanduser().resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = target.with_name(f".{target.name}.saving.lock")

@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from keras_moe._checks import nearest
+from keras_moe._checks import nearest, unfit
 from keras_moe._compat import flatten_layers, own_variables
 from keras_moe._types import Config
 
@@ -34,10 +34,7 @@ def named_parts(layer: Any) -> dict[str, Any]:
 def inner_layers(
     layer: Any, prefix: str = ""
 ) -> Iterator[tuple[str, keras.layers.Layer]]:
-    """Yields all layers in a layer with their paths, but not those of inner models.
-
-    Inner models of this library have a config of their own.
-    """
+    """Yields all layers in a layer with their paths, but not those of inner models."""
     for name, part in named_parts(layer).items():
         if isinstance(part, keras.layers.Layer) and not _keeps_own(part):
             yield f"{prefix}{name}", part
@@ -45,10 +42,7 @@ def inner_layers(
 
 
 def frozen_paths(layer: Any, inner_models: bool = False) -> list[str]:
-    """Returns what in a layer differs from what its own `trainable` says.
-
-    Inner models of this library, whose configs say it too, are left out on request.
-    """
+    """Returns what in a layer differs from what its own `trainable` says."""
     return list(_differences(layer, layer.trainable, inner_models, set()))
 
 
@@ -73,15 +67,10 @@ def _keeps_own(part):
 
 
 def freeze(layer: Any, paths: Iterable[str], strict: bool = True) -> list[str]:
-    """Freezes what `frozen_paths` returned, here or in a layer with the same parts.
-
-    Unknown paths raise ValueError, or are returned with `strict=False`.
-    """
+    """Freezes what `frozen_paths` returned; unknown paths are errors, or returned."""
     if isinstance(paths, str) or not all(isinstance(path, str) for path in paths):
-        raise ValueError(
-            f"Expected {FROZEN} to be a list of paths, such as ['block_0']; received: "
-            f"{FROZEN}={paths!r}"
-        )
+        expected = f"{FROZEN} to be a list of paths, such as ['block_0']"
+        raise unfit(expected, **{FROZEN: paths})
     missing = []
     # A layer before its parts, which may differ.
     for path in sorted(paths, key=lambda path: path.removeprefix("!")):
@@ -103,14 +92,9 @@ def freeze(layer: Any, paths: Iterable[str], strict: bool = True) -> list[str]:
 
 
 def copy_freezing(
-    source: Any,
-    target: Any,
-    renamed: dict[str, tuple[str, ...]] | None = None,
+    source: Any, target: Any, renamed: dict[str, tuple[str, ...]] | None = None
 ) -> None:
-    """Freezes in a new layer or model what is frozen in another.
-
-    With `renamed`, the new one may have other parts, and those of these names instead.
-    """
+    """Freezes in a layer what is frozen in another, whose parts may be `renamed`."""
     if not source.trainable:
         target.trainable = False
     paths = {path: {path} for path in frozen_paths(source, inner_models=True)}
@@ -129,11 +113,9 @@ def copy_freezing(
 
 
 class KeepsFrozen:
-    """Layers with parts: `trainable=False` freezes them, and a config knows which are.
+    """Layers with parts that `trainable=False` freezes; a config knows which are."""
 
-    Keras leaves both to the layer, whose parts may be made as late as in `build`.
-    """
-
+    # Parts may be made as late as in `build`.
     _frozen_when_built: tuple[str, ...] = ()
 
     def __setattr__(self, name, value):

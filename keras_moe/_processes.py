@@ -47,11 +47,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def checked_all_gather(work: Callable[[], T]) -> list[T]:
-    """Calls a function in each process and returns all results.
-
-    If it fails in one process, all raise instead of waiting for it in the next step.
-    Results are JSON data. Call it in all processes together.
-    """
+    """Returns the JSON data that a function gives in each process, or all fail."""
     if rank_and_world_size()[1] == 1:
         return [work()]
     failure = None

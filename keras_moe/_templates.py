@@ -35,10 +35,8 @@ def read_templates(
         or _PROBE not in fill(template, _PROBE)
     ]
     if bad or not checked:
-        raise ValueError(
-            f"Expected templates with a place {PLACE} for the name; received: "
-            f"{templates!r}"
-        )
+        expected = f"templates with a place {PLACE} for the name"
+        raise ValueError(f"Expected {expected}; received: {templates!r}")
     return checked
 
 
@@ -57,9 +55,8 @@ def read_lines(
     path = Path(path).expanduser()
     if not path.is_file():
         known = f", or one of {sorted(sets)}" if sets else ""
-        raise ValueError(
-            f"Expected {what}, or their file{known}; received: {os.fspath(path)!r}"
-        )
+        expected = f"{what}, or their file{known}"
+        raise ValueError(f"Expected {expected}; received: {os.fspath(path)!r}")
     try:
         # Editors may write a byte order mark.
         text = read_text(path, encoding="utf-8-sig")

@@ -9,10 +9,7 @@ import sys
 
 
 class TritonFirst:
-    """Finder that makes the first import of TensorFlow, whoever asks, that of Triton.
-
-    To look for TensorFlow imports neither. Where TensorFlow is there, it is too late.
-    """
+    """Finder that makes anyone's first import of TensorFlow that of Triton."""
 
     def find_spec(self, name, path=None, target=None):
         """TensorFlow as the other finders find it, with a loader that loads Triton."""

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import keras_moe
+from tests.forks import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(
     r"## (\S+)\n(?:(?!\n## ).)*?```python\n# keras_moe\n(.*?)```", PAGE, re.S

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.forks import ROOT
+
 PACKAGE = ROOT / "keras_moe"
 # Examples of these folders run on each backend; the others put layers together,
 # and once is enough.

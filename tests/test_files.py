@@ -16,8 +16,7 @@ import pytest
 
 from keras_moe import _files
 from keras_moe._files import FolderInUse, locked
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.forks import ROOT
 
 
 def test_what_is_written_is_there_as_a_whole(tmp_path):

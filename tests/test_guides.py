@@ -17,9 +17,9 @@ import pytest
 from keras_moe import data
 from keras_moe.models import registry
 from keras_moe.routers import ROUTERS
+from tests.forks import ROOT
 from tools import guides
 
-ROOT = Path(__file__).resolve().parent.parent
 GUIDES = sorted((ROOT / "guides").glob("*.py"))
 # The backend that runs each guide in the suite. Most compile more than they compute,
 # and take 1.6 to 3 times as long on JAX as on PyTorch; the comparison of models takes

@@ -1,14 +1,13 @@
 """The snippets of the page about numerics run."""
 
 import re
-from pathlib import Path
 
 import keras
 import numpy as np
 
 from keras_moe import models
+from tests.forks import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
 
 

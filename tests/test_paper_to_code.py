@@ -2,14 +2,13 @@
 
 import importlib
 import re
-from pathlib import Path
 
 import pytest
 
 from keras_moe import models, training
 from keras_moe.report.sections import SECTIONS
+from tests.forks import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "paper_to_code.md").read_text(encoding="utf-8")
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from keras_moe import __version__
+from tests.forks import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 MEBIBYTE = 2**20
 
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import tarfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import keras
@@ -15,9 +14,9 @@ import pytest
 import safetensors.numpy
 
 from keras_moe import data, models, training
+from tests.forks import ROOT
 from tests.small_models import SMALL
 
-ROOT = Path(__file__).resolve().parent.parent
 # One white pixel.
 PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010800000000"

@@ -3,11 +3,11 @@
 import importlib.util
 import json
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.forks import ROOT
+
 DOCS = ROOT / "docs"
 
 

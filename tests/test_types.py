@@ -2,13 +2,13 @@
 
 import ast
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.forks import ROOT, run_python
+
 # A user's program, and the rules that its lines break.
 PROGRAM = """
 from keras_moe import data, layers, models
@@ -33,20 +33,8 @@ history.no_such_attribute  # reportAttributeAccessIssue
 def problems(folder: Path, *paths: str) -> list[tuple[str, int, str]]:
     """Returns file, line and rule of each error that the checker finds."""
     pytest.importorskip("basedpyright")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "basedpyright",
-            "--outputjson",
-            "--pythonpath",
-            sys.executable,
-            *paths,
-        ],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-    )
+    arguments = ("-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable)
+    done = run_python(*arguments, *paths, cwd=folder)
     found = json.loads(done.stdout)["generalDiagnostics"]
     return [
         (Path(x["file"]).name, x["range"]["start"]["line"], x.get("rule", x["message"]))

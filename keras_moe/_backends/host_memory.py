@@ -30,17 +30,14 @@ def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
 
 
 def holds_values() -> bool:
-    """Whether a new tensor is made at once, from values in the host's memory.
-
-    It is not on PyTorch's meta device, nor where JAX traces how a weight is made that
-    is split over devices.
-    """
+    """Whether a new tensor is made at once, from values in the host's memory."""
     if keras.backend.backend() == "torch":
         return _like("float32").device.type != "meta"
     if keras.backend.backend() != "jax" or not keras.distribution.distribution():
         return True
     import jax.core
 
+    # JAX traces how a weight is made that is split over devices.
     return not isinstance(jax.numpy.zeros(()), jax.core.Tracer)
 
 

@@ -54,11 +54,9 @@ def platforms() -> tuple[str, ...]:
 
 
 def by_platform(*inputs: object, default: Callable, **forms: Callable) -> Any:
-    """`lax.platform_dependent` that traces no form of another platform.
-
-    Otherwise, what a new version of JAX lacks for GPUs would fail on CPUs. Programs for
-    other platforms get the form of CPUs, whose operations all platforms have.
-    """
+    """`lax.platform_dependent` that traces no form of another platform."""
+    # Otherwise, what a new version of JAX lacks for GPUs would fail on CPUs. Programs
+    # for other platforms get the form of CPUs, whose operations all platforms have.
     anywhere = forms.get("cpu", default)
     others = {name: forms.get(name, default) for name in platforms()}
     others = {name: form for name, form in others.items() if form is not anywhere}
@@ -95,11 +93,9 @@ def placed(value: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def with_shards(value: jax.Array) -> jax.Array:
-    """The same array, with readable `addressable_shards`.
-
-    With one device per process, JAX (0.10.2) does not find the shards of a local array
-    put to all processes, as Keras does with biases.
-    """
+    """The same array, with readable `addressable_shards`."""
+    # With one device per process, JAX (0.10.2) does not find the shards of a local
+    # array put to all processes, as Keras does with biases.
     try:
         value.addressable_shards  # noqa: B018
     except ValueError:
@@ -134,11 +130,9 @@ _VERSION = "get_version_from_compatibility_requirement"
 
 @contextlib.contextmanager
 def readable_by_tensorflow() -> Iterator[None]:
-    """Within it, JAX writes programs for TensorFlow, or raises a ValueError.
-
-    JAX writes the StableHLO that was new four weeks before it, which may be newer than
-    TensorFlow's, and has no argument for it. This can go when it has one.
-    """
+    """Within it, JAX writes programs for TensorFlow, or raises a ValueError."""
+    # JAX writes the StableHLO that was new four weeks before it, which may be newer
+    # than TensorFlow's, and has no argument for it.
     import tensorflow as tf
     from jaxlib.mlir.dialects import stablehlo as of_jax
     from tensorflow.compiler.mlir.stablehlo import stablehlo

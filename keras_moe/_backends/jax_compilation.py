@@ -19,6 +19,7 @@ import keras
 from jax.experimental import topologies
 
 from keras_moe._backends.jax import enable_cache
+from keras_moe._checks import unfit
 from keras_moe._compat import (
     build_metrics,
     kept_random_states,
@@ -51,11 +52,7 @@ _LOCK = threading.RLock()
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Keeps the user's distribution, environment and random states as they are.
-
-    XLA's flags are hidden, since compilers abort over those that they do not know. The
-    environment is that of all threads: one at a time.
-    """
+    """Keeps the user's distribution, environment and random states as they are."""
     # JAX's own devices read the flags once, when they start.
     jax.devices()
     with _LOCK, kept_random_states():
@@ -66,6 +63,7 @@ def alone() -> Iterator[None]:
         try:
             for name, value in ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
+            # Compilers abort over flags that they do not know.
             os.environ.pop("XLA_FLAGS", None)
             keras.distribution.set_distribution(None)
             # A program from the cache is not printed.
@@ -176,10 +174,7 @@ def lower_step(model, distribution, step, batch_size):
     """The traced step, and the bytes of its state and batch on one device."""
     backbone = getattr(model, "backbone", model)
     if step == "generate" and not hasattr(model, "generate_step"):
-        raise ValueError(
-            "Expected a CausalLM for step='generate'; received: a "
-            f"{type(model).__name__}"
-        )
+        raise unfit("a CausalLM for step='generate'", model=type(model).__name__)
 
     def spec(shape, dtype, layout):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.backend_layout)
@@ -255,10 +250,8 @@ def _build_optimizer(model):
         model.optimizer.build(model.trainable_variables)
     except ValueError as error:
         # Keras's Adafactor computes initial values.
-        raise ValueError(
-            "Expected an optimizer whose state begins with an initializer, such as "
-            f"AdamW; received: optimizer={type(model.optimizer).__name__}"
-        ) from error
+        expected = "an optimizer whose state begins with an initializer, such as AdamW"
+        raise unfit(expected, optimizer=type(model.optimizer).__name__) from error
 
 
 def _device_bytes(specs):

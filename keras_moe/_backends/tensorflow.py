@@ -48,10 +48,7 @@ def is_iterator(value: object) -> bool:
 
 
 def peeked(iterator: Any, number: int) -> tuple[Any, Any]:
-    """The next element, and an iterator of the next `number` ones, again.
-
-    It has the specification of the first, so that nothing is traced twice.
-    """
+    """The next element, and an iterator of the next `number` ones, again."""
     import tensorflow as tf
 
     elements = list(itertools.islice(iterator, number))
@@ -59,7 +56,8 @@ def peeked(iterator: Any, number: int) -> tuple[Any, Any]:
         return None, iterator
     experimental = tf.data.experimental
     parts = [tf.data.Dataset.from_tensors(x) for x in elements]
-    # Unlike `from_generator`, this traces no function, which would take long.
+    # Unlike `from_generator`, this traces no function, which would take long. With the
+    # specification of the first iterator, nothing is traced twice.
     parts = [
         experimental.from_variant(experimental.to_variant(x), iterator.element_spec)
         for x in parts

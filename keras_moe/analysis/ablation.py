@@ -9,7 +9,7 @@ from keras import ops
 from numpy.typing import ArrayLike
 from rich.console import Console
 
-from keras_moe._checks import check_class_labels, check_one_of
+from keras_moe._checks import check_class_labels, check_one_of, unfit
 from keras_moe._compat import flatten_layers, serving
 from keras_moe._types import KerasModel, Tensor
 from keras_moe.analysis._hooks import (
@@ -142,9 +142,7 @@ def _check_labels(labels, count, model):
     several = getattr(model, "multi_label", labels.ndim == 2)
     shape = (count, classes) if several else (count,)
     if labels.shape != shape:
-        raise ValueError(
-            f"Expected labels of shape {shape}; received: shape={labels.shape}"
-        )
+        raise unfit(f"labels of shape {shape}", shape=labels.shape)
     check_class_labels(labels, 2 if several else classes)
     return labels.astype("int32")
 
@@ -166,12 +164,10 @@ def _removals(experts, removal, part):
         else:
             is_possible = how == "choice" or max(numbers) < expert_types.ffn
         if not is_possible:
-            raise ValueError(
-                "Expected removal='choice' for zero, copy and constant experts, which "
-                "have no weights, and single experts with removal='output' for muMoE, "
-                "in which every expert takes part; received: "
-                f"removal={removal!r}, experts={experts!r}"
-            )
+            # Zero-computation experts have no weights; all experts of muMoE take part.
+            choice = "removal='choice' for zero, copy and constant experts"
+            expected = f"{choice}, and 'output' with single experts for muMoE"
+            raise unfit(expected, removal=removal, experts=experts)
         parts = entry if isinstance(entry, (list, tuple)) else [entry]
         names.append(numbers[0] if is_number else " + ".join(map(str, parts)))
         removals.append((how, numbers))

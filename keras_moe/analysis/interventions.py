@@ -13,7 +13,7 @@ from keras import ops
 from numpy.typing import ArrayLike
 from rich.console import Console
 
-from keras_moe._checks import check_integer, check_number, check_one_of
+from keras_moe._checks import check_integer, check_number, check_one_of, unfit
 from keras_moe._compat import serving
 from keras_moe._types import KerasModel
 from keras_moe.analysis.routing import print_table
@@ -62,16 +62,11 @@ def expert_scores(
             raise ValueError(f"Expected a finite usage; received: NaN or Inf in {name}")
         tokens = block.tokens[rows].sum(axis=0)
         if not tokens.sum():
-            raise ValueError(
-                f"Expected groups with served tokens in {name}; "
-                f"received: groups={groups!r} without"
-            )
+            raise unfit(f"groups with served tokens in {name}", groups=groups)
         if criterion == "reap":
             if block.contributions is None:
-                raise ValueError(
-                    "Expected a usage with contributions for criterion='reap', by "
-                    f"expert_usage(contributions=True); received: none in {name}"
-                )
+                expected = "expert_usage(contributions=True) for criterion='reap'"
+                raise ValueError(f"Expected {expected}; received: none in {name}")
             contributions = block.contributions[rows].sum(axis=0)
             scores[name] = contributions / np.maximum(tokens, 1)
         else:
@@ -160,10 +155,7 @@ def select_experts(
     ({'block_1': [1]}, {'block_1': [1, 2]})
     """
     if (count is None) == (coverage is None):
-        raise ValueError(
-            "Expected either count or coverage; "
-            f"received: count={count!r}, coverage={coverage!r}"
-        )
+        raise unfit("either count or coverage", count=count, coverage=coverage)
     by = "mass" if criterion == "mass" else "tokens"
     curves = coverage_curves(usage, by, groups, criterion)
     if coverage is not None:
@@ -343,9 +335,7 @@ def numbers_of(experts: Experts, expert_types: ExpertTypes) -> tuple[int, ...]:
     if isinstance(experts, str):
         if experts not in EXPERT_TYPES or not getattr(expert_types, experts):
             own = [name for name in EXPERT_TYPES if getattr(expert_types, name)]
-            raise ValueError(
-                f"Expected types of experts among {own}; received: experts={experts!r}"
-            )
+            raise unfit(f"types of experts among {own}", experts=experts)
         return tuple(range(expert_types.total)[expert_types.slices()[experts]])
     if isinstance(experts, (list, tuple)):
         return tuple(x for each in experts for x in numbers_of(each, expert_types))
@@ -424,10 +414,8 @@ def expert_centres(model: KerasModel, block: str) -> np.ndarray:
     matrices = [k for k in kernels if k is not None and len(k.shape) == 2]
     experts = math.prod(kernel.shape[-1] for kernel in matrices)
     if len(matrices) < len(kernels) or experts != router.expert_types.total:
-        raise ValueError(
-            "Expected a block whose router maps tokens to experts by one kernel; "
-            f"received: router={router.summary!r}"
-        )
+        expected = "a block whose router maps tokens to experts by one kernel"
+        raise unfit(expected, router=router.summary)
     centres = np.zeros((1, matrices[0].shape[0]), "float32")
     for kernel in matrices:
         level = ops.convert_to_numpy(kernel.value).T
@@ -466,10 +454,7 @@ def steer_expert(model: Any, block: str, expert: int, strength: float = 1.0) -> 
     check_integer("expert", expert, 0, len(centres) - 1)
     strength = check_number("strength", strength)
     if not centres[expert].any():
-        raise ValueError(
-            "Expected a trained router; received: a cluster centre of zeros, "
-            f"block={block!r}, expert={expert}"
-        )
+        raise unfit("a cluster centre other than zeros", block=block, expert=expert)
     steered, vector = model.copy(), strength * centres[expert]
     target = moe_block(steered, block)
     offset = getattr(target.feed_forward_norm, "beta", None)

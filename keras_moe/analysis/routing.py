@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe._checks import check_one_of
+from keras_moe._checks import check_one_of, unfit
 from keras_moe._types import Tensor
 from keras_moe.ops import Routing, RoutingPlan, expert_choice, token_choice
 from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
@@ -458,10 +458,7 @@ def _layers(routing, expert_types):
     for name, record in layers.items():
         served = np.asarray(record.dispatched, "float64")
         if served.ndim != 3 or served.shape[-1] != expert_types.total:
-            raise ValueError(
-                f"Expected routing arrays (batch, tokens, {expert_types.total}) for "
-                f"{tuple(expert_types)} experts of each type; "
-                f"received: shape={served.shape}"
-            )
+            expected = f"routing arrays (batch, tokens, {expert_types.total})"
+            raise unfit(f"{expected} for {expert_types}", shape=served.shape)
         dispatched[name] = served
     return dispatched

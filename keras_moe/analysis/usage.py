@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from keras_moe._batches import read_batches
-from keras_moe._checks import check_bool, check_integer, check_mask
+from keras_moe._checks import check_bool, check_integer, check_mask, unfit
 from keras_moe._compat import serving
 from keras_moe._files import read_text, write_json
 from keras_moe._types import KerasModel
@@ -146,10 +146,8 @@ def merged_usage(usages: Iterable[ExpertUsage]) -> ExpertUsage:
     usages = list(usages)
     layouts = [_layout(usage) for usage in usages]
     if not usages or any(layout != layouts[0] for layout in layouts):
-        raise ValueError(
-            "Expected usages with the same groups, blocks and experts, at least one; "
-            f"received: {layouts}"
-        )
+        expected = "usages with the same groups, blocks and experts, at least one"
+        raise unfit(expected, usages=layouts)
     first = usages[0]
     blocks = {
         name: _mapped(lambda *x: np.sum(x, axis=0), *(x.blocks[name] for x in usages))
@@ -226,11 +224,8 @@ def _group_names(groups, group_names):
     """Names of the groups; None if they follow from the model."""
     needs_names = isinstance(groups, str)
     if (needs_names and group_names is None) or (groups is None and group_names):
-        raise ValueError(
-            "Expected group_names for groups that come with each batch, and none "
-            "without groups; received: "
-            f"group_names={group_names!r}, groups={groups!r:.80}"
-        )
+        expected = "group_names if groups come with each batch, none without groups"
+        raise unfit(expected, group_names=group_names, groups=groups)
     if groups is None or group_names is not None:
         return group_names
     return [str(number) for number in range(int(np.max(groups, initial=0)) + 1)]
@@ -265,10 +260,7 @@ def _masks(inputs, mask, keys):
     names = mask if isinstance(mask, dict) else {only: mask}
     if not {*names} <= {*modalities}:
         expected = "a dict of names" if only is None else "the name of an input"
-        raise ValueError(
-            f"Expected mask to be {expected} for records of {modalities}; "
-            f"received: mask={mask!r}"
-        )
+        raise unfit(f"mask to be {expected} for records of {modalities}", mask=mask)
     return {key: np.asarray(inputs[name]) for key, name in names.items()}
 
 
@@ -289,8 +281,8 @@ class UsageProbe:
             routing = {key: x for key, x in routing.items() if key.startswith(start)}
         if not routing:
             raise ValueError(
-                "Expected a model with MoE blocks, and of the modality if one is "
-                f"given; received: {type(model).__name__}, modality={modality!r}"
+                f"Expected a model with MoE blocks of modality={modality!r}; "
+                f"received: {type(model).__name__}"
             )
         layers = {key: _moe_layer(backbone, key) for key in routing}
         self._names = list(routing)

@@ -59,15 +59,10 @@ def skip_init(wanted: bool = True) -> Iterator[None]:
 def initial_values(
     seed: int | None, name: str, rules: Mapping[str, Initializer] | None = None
 ) -> Iterator[set[str]]:
-    """Weights made within the context start by this seed and their paths.
-
-    The patterns that weights matched are in the set that it gives.
-
-    `name` tells models with the same seed and paths apart, such as the towers of a
-    pair. `rules` maps patterns of paths to initializers, which come before the
-    layers' own. Without a seed, Python's generator gives one, which
-    `keras.utils.set_random_seed` seeds.
-    """
+    """Weights made within start by this seed and their path; gives matched rules."""
+    # `name` tells models with the same seed and paths apart, such as the towers of a
+    # pair. `rules` maps patterns of paths to initializers, which come before the
+    # layers' own. `keras.utils.set_random_seed` seeds Python's generator.
     seed = random.getrandbits(64) if seed is None else seed
     start = _Start(seed, name, rules or {}, set())
     token = _START.set(start)
@@ -79,12 +74,10 @@ def initial_values(
 
 @keras.saving.register_keras_serializable("keras_moe")
 class PathInitializer(keras.initializers.Initializer):
-    """Draws from another initializer's distribution, for the weight at one path.
+    """Draws from another initializer's distribution, for the weight at one path."""
 
-    The stream is settled here and not when it is called, since Keras may make a
-    variable long after its layer was built.
-    """
-
+    # The stream is settled here and not when it is called, since Keras may make a
+    # variable long after its layer was built.
     def __init__(self, initializer: Initializer, path: str = ""):
         self._given = chosen = keras.initializers.get(initializer)
         start = _START.get()
@@ -241,10 +234,7 @@ def _generator(stream):
 def host_values(
     initializer: Any, shape: tuple[int, ...], stream: str
 ) -> np.ndarray | None:
-    """An initializer's values, float32; None where only itself can make them.
-
-    An initializer outside Keras may have a method of this name.
-    """
+    """An initializer's values, float32; None where only itself can make them."""
     if hasattr(initializer, "host_values"):
         return initializer.host_values(shape, stream)
     # A subclass with its own `__call__` has other values.

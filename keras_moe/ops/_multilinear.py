@@ -38,19 +38,17 @@ class TensorSpec(NamedTuple):
 
     @property
     def factor_shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the factors: one per level, input, output.
-
-        CP: (N_l, R) ..., (I, R), (O, R). TR: (R_l, N_l, R_(l+1)) ..., (R_(L+1), I,
-        R_(L+2)), (R_(L+2), O, R_1). Tucker: (N_l, R_l) ..., (I, R_(L+1)), (O, R_(L+2)),
-        and the core of all ranks. None: the whole tensor.
-        """
+        """The shapes of the factors: one per level, input, output."""
         if self.factorization is None:
             return [self.modes]
         if self.factorization == "cp":
+            # (N_l, R) ..., (I, R), (O, R).
             return [(size, self.rank) for size in self.modes]
         if self.factorization == "tr":
+            # (R_l, N_l, R_(l+1)) ..., (R_(L+1), I, R_(L+2)), (R_(L+2), O, R_1).
             following = (*self.rank[1:], self.rank[0])
             return list(zip(self.rank, self.modes, following))
+        # (N_l, R_l) ..., (I, R_(L+1)), (O, R_(L+2)), and the core of all ranks.
         return [*zip(self.modes, self.rank), tuple(self.rank)]
 
     @property
@@ -88,12 +86,10 @@ def multilinear(
     projected: Tensor | None = None,
     sources: Sequence[Sequence[Tensor]] | None = None,
 ) -> Tensor:
-    """muMoE's forward pass of one layer: equations 1 to 3, and 15 to 18 of appendix B.
-
-    `inputs` are (..., I), or (..., I - 1), to which a constant 1 is added; there is a
-    tensor (..., N_l) of `coefficients` for each level. `projected` is the inputs times
-    `input_factor`, if known; `sources` has each level's `Source`, kept instead.
-    """
+    """muMoE's forward pass of one layer: equations 1 to 3, and 15 to 18."""
+    # `inputs` are (..., I), or (..., I - 1), to which a constant 1 is added; there is
+    # a tensor (..., N_l) of `coefficients` for each level. `projected` is the inputs
+    # times `input_factor`, if known; `sources` has each level's `Source` instead.
     if factorization is None:
         (tensor,) = factors
         if tensor.shape[-2] != inputs.shape[-1]:
@@ -227,11 +223,9 @@ def expert_matrix(
 
 
 def projections(inputs: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
-    """The products of the inputs (..., I) and each factor, (..., R) or (..., R S).
+    """The products of the inputs (..., I) and each factor, (..., R) or (..., R S)."""
 
-    A factor of I + 1 rows adds a constant input 1. The inputs' gradient is one matmul.
-    """
-
+    # A factor of I + 1 rows adds a constant input 1. The inputs' gradient is a matmul.
     def forward(inputs, *factors):
         size = inputs.shape[-1]
         outputs = []
@@ -291,12 +285,10 @@ def _merged_matmul(
     parts: list[Tensor],
     sources: Sequence[Sequence[Tensor]] | None = None,
 ) -> Tensor:
-    """`merge(*parts)` by the closing factor; only these are kept for the gradient.
-
-    The merged parts, which would be most of the layer's memory, are recomputed in the
-    backward pass. `gradients(upstream, *parts)` are those of `merge`. A part's source,
-    if there is one, is kept instead of it.
-    """
+    """`merge(*parts)` by the closing factor; only these are kept for the gradient."""
+    # The merged parts, which would be most of the layer's memory, are recomputed in
+    # the backward pass. `gradients(upstream, *parts)` are those of `merge`. A part's
+    # source, if there is one, is kept instead of it.
     sources = sources or [()] * len(parts)
     flat = [tensor for source in sources for tensor in source]
     # Gradients close over no tensor.

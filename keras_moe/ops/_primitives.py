@@ -68,11 +68,9 @@ def on_several_devices() -> bool:
 
 
 def vmap_groups(function: Callable[..., Any], *arrays: Tensor | None) -> Any:
-    """`function(*arrays)`, vectorized over the groups on several devices.
-
-    On one device, one flat table is fastest. On several, a partitioner would then
-    gather all groups on every device, since an index might leave its group.
-    """
+    """`function(*arrays)`, vectorized over the groups on several devices."""
+    # On one device, one flat table is fastest. On several, a partitioner would then
+    # gather all groups on every device, since an index might leave its group.
     if not on_several_devices():
         return function(*arrays)
     is_present = [x is not None for x in arrays]
@@ -147,10 +145,7 @@ def searchsorted(edges: Tensor, values: Tensor) -> Tensor:
 def top_values(
     values: Tensor, number: Size, stable: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The largest values along the last axis, in falling order, and their indices.
-
-    Ties go to the lowest index, unless `stable` is False.
-    """
+    """The largest values of the last axis, falling, and indices; ties to the lowest."""
     backend = keras.backend.backend()
     # PyTorch's `topk` takes ties in any order. In an exported JAX model, where some
     # dimensions are symbolic, the installed TensorFlow may be too old for `top_k`.

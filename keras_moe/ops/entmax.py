@@ -78,11 +78,9 @@ class Source(NamedTuple):
 
 
 def entmax15_and_source(scores: Tensor) -> tuple[Tensor, Source]:
-    """1.5-entmax over the last axis, whose gradient keeps the scores, and no gates.
+    """1.5-entmax over the last axis, whose gradient keeps the scores, and no gates."""
 
-    It saves memory where scores are kept anyway: tau makes recomputing gates cheap.
-    """
-
+    # It saves memory where scores are kept anyway: tau makes recomputing gates cheap.
     def forward(scores):
         gates, top, tau = solve(scores, 1.5)
         return (gates, top, tau), (scores, top, tau)
@@ -130,10 +128,8 @@ def entmax_power(alpha: float) -> float:
 def solve_reference(
     scores: Tensor, alpha: float, steps: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`solve` by `keras.ops`, in a given number of Newton's steps.
-
-    |max(z - tau, 0)|_q = 1 is convex in tau: steps from below cannot overshoot.
-    """
+    """`solve` by `keras.ops`, in a given number of Newton's steps."""
+    # |max(z - tau, 0)|_q = 1 is convex in tau: steps from below cannot overshoot.
     scores, power = ops.convert_to_tensor(scores), entmax_power(alpha)
     # Only differences count, and the largest becomes 0: nothing overflows.
     top = max_along(scores, axis=-1, keepdims=True)

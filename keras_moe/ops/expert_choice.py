@@ -5,7 +5,7 @@ Axes: G groups, S group_size, E experts, C capacity.
 
 from keras import ops
 
-from keras_moe._checks import check_affinity, check_one_of
+from keras_moe._checks import check_affinity, check_one_of, unfit
 from keras_moe._types import Size, Tensor
 from keras_moe.ops._primitives import scatter, take, top_values
 from keras_moe.ops.plans import SlotPlan
@@ -52,10 +52,8 @@ def expert_choice(
     num_groups, num_tokens, num_experts = ops.shape(affinity)
     is_static = isinstance(capacity, int) and isinstance(num_tokens, int)
     if is_static and capacity > num_tokens:
-        raise ValueError(
-            f"Expected a capacity of at most {num_tokens}, the tokens of a group; "
-            f"received: capacity={capacity}"
-        )
+        expected = f"a capacity of at most {num_tokens}, the tokens of a group"
+        raise unfit(expected, capacity=capacity)
     affinity = ops.stop_gradient(affinity)
     if mask is not None:
         allowed = ops.expand_dims(ops.cast(mask, "bool"), -1)

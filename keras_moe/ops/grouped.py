@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe._checks import fits_shape
+from keras_moe._checks import fits_shape, unfit
 from keras_moe._types import Size, Tensor
 from keras_moe.ops.kernels._block_loops import Weights
 
@@ -145,15 +145,11 @@ def _checked(arrays):
     sizes = dict(zip("EDH", kernel))
     expected = {name: tuple(map(sizes.get, _AXES[name])) for name in tensors}
     if not all(fits_shape(received[name], expected[name]) for name in tensors):
-        raise ValueError(
-            f"Expected rows and weights of the shapes {expected}; received: {received}"
-        )
+        raise unfit(f"rows and weights of the shapes {expected}", **received)
     group_sizes = ops.cast(tensors.pop("group_sizes"), "int32")
     dtypes = {
         name: keras.backend.standardize_dtype(x.dtype) for name, x in tensors.items()
     }
     if len(set(dtypes.values())) > 1 or "float" not in dtypes["rows"]:
-        raise ValueError(
-            f"Expected rows and weights of one float dtype; received: {dtypes}"
-        )
+        raise unfit("rows and weights of one float dtype", **dtypes)
     return {**tensors, "group_sizes": group_sizes}

@@ -151,14 +151,11 @@ def project(
     max_nonzeros: Size | None,
     guess: tuple[Tensor, ...] | None = None,
 ) -> Tensor:
-    """Projects on plans of the given mass along the last axis, with few nonzeros.
-
-    The result is the projection on the simplex of the largest `max_nonzeros` allowed
-    entries. It has the gradient of a projection whose nonzeros are constant.
-
-    `values` and `allowed` are (G, n, m), `mass` is (G, n or 1, 1). `guess` has guesses
-    of the threshold and of the offset, and the width in which they are right.
-    """
+    """Projects on plans of the given mass along the last axis, with few nonzeros."""
+    # The result is the projection on the simplex of the largest `max_nonzeros` allowed
+    # entries. It has the gradient of a projection whose nonzeros are constant. `values`
+    # and `allowed` are (G, n, m), `mass` is (G, n or 1, 1). `guess` has guesses of the
+    # threshold and of the offset, and the width in which they are right.
     constant = ops.stop_gradient(values)
     threshold, offset, width = guess if guess is not None else (None, None, None)
     kept = allowed
@@ -482,11 +479,9 @@ def _curvature(curved, mixed, slope, stiffness):
 def newton_of_tokens(
     values: Tensor, mass: Tensor, max_nonzeros: Size | None, iterations: int
 ) -> Tensor:
-    """Newton's method on the token side's semi-dual, the potentials (G, 1, E).
-
-    The gradient is the exact one. Its derivative counts the tokens about to exchange
-    one expert for another: those whose K-th and next values are a width apart.
-    """
+    """Newton's method on the token side's semi-dual, the potentials (G, 1, E)."""
+    # The gradient is the exact one. Its derivative counts the tokens about to exchange
+    # one expert for another: those whose K-th and next values are a width apart.
     num_tokens, num_experts = ops.shape(values)[1:]
     real = ops.broadcast_to(mass, ops.shape(values[:, :, :1]))
     index = _sample_index(real > 0, num_tokens, 1)
@@ -555,13 +550,11 @@ def _laplacian(weights):
 
 
 def _sample_index(real, num_tokens, axis):
-    """The index of the sample's tokens, or None if all tokens are in it.
-
-    Multiples of the golden ratio fall evenly into an image's columns, unlike strides.
-    """
+    """The index of the sample's tokens, or None if all tokens are in it."""
     if isinstance(num_tokens, int) and num_tokens < 2 * SAMPLE:
         return None
-    # 40503 / 2**16 is the golden ratio's fraction.
+    # Multiples of the golden ratio, whose fraction is 40503 / 2**16, fall evenly into
+    # an image's columns, unlike strides.
     score = ops.arange(num_tokens, dtype="int32") * 40503 % 65536
     score = ops.cast(score, "float32")
     score = ops.where(ops.squeeze(real, 3 - axis), score, score + 65536.0)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from keras import ops
 
-from keras_moe._checks import check_integer, check_mask, check_positive
+from keras_moe._checks import check_integer, check_mask
 from keras_moe._types import Tensor
 from keras_moe.ops._primitives import max_along
 
@@ -63,10 +63,7 @@ def check_matrix(name: str, matrix: Tensor, mask: Tensor | None) -> None:
 
 
 def sinkhorn(
-    logits: Tensor,
-    iterations: int = 20,
-    tolerance: float | None = None,
-    mask: Tensor | None = None,
+    logits: Tensor, iterations: int = 20, mask: Tensor | None = None
 ) -> Transport:
     """The balanced plan of largest affinity and entropy.
 
@@ -76,9 +73,7 @@ def sinkhorn(
 
     Args:
         logits: float32 (G, S, E); -inf forbids a pair.
-        iterations: number of iterations; the maximum with a `tolerance`.
-        tolerance: error of the experts' masses, relative to S / E, at which each group
-            stops; None runs all iterations. No gradient flows with a tolerance.
+        iterations: number of iterations.
         mask: boolean (G, S), False for tokens (padding) that have no mass.
 
     Reference: *Routers in Vision Mixture of Experts*, equation 8.
@@ -104,7 +99,6 @@ def sinkhorn(
     # rows then sum to 1 and its columns to at least 1 / E, so nothing overflows and no
     # column vanishes, however large the logits. The iterates are the same.
     check_integer("iterations", iterations)
-    check_positive("tolerance", tolerance, optional=True)
     logits = ops.cast(logits, "float32")
     check_matrix("logits", logits, mask)
     mass = token_mass(logits, mask)
@@ -114,9 +108,6 @@ def sinkhorn(
     share = num_tokens / ops.cast(ops.shape(logits)[2], "float32")
     potentials = _first_iteration(logits, share)
     left = iterations - 1
-    if tolerance is not None:
-        plan = _iterate_to_tolerance(logits, share, potentials, left, tolerance)
-        return with_marginals(ops.stop_gradient(plan))
     plan = None
     while left > 0 or plan is None:
         *potentials, plan = _iterate(logits, share, *potentials, min(BLOCK, left))
@@ -157,35 +148,6 @@ def _iterate(logits, share, token_potential, expert_potential, count):
         expert_potential + ops.log(expert_scale),
         plan,
     )
-
-
-def _iterate_to_tolerance(logits, share, potentials, iterations, tolerance):
-    """The plan once each group is balanced, or after the iterations."""
-    logits = ops.stop_gradient(logits)
-
-    def unbalanced(plan):
-        columns = ops.sum(plan, axis=1)
-        return max_along(ops.abs(columns - share), axis=1) > tolerance * share[:, 0]
-
-    def proceed(token_potential, expert_potential, plan):
-        return ops.any(unbalanced(plan))
-
-    def body(*state):
-        # A group that is done stays as it is while others go on.
-        token_potential, expert_potential, plan = state
-        goes_on = unbalanced(plan)
-        following = _iterate(logits, share, token_potential, expert_potential, BLOCK)
-        return tuple(
-            ops.where(ops.reshape(goes_on, (-1, *[1] * (len(new.shape) - 1))), new, old)
-            for new, old in zip(following, state)
-        )
-
-    tokens, experts = map(ops.stop_gradient, potentials)
-    state = _iterate(logits, share, tokens, experts, 0)
-    *_, plan = ops.while_loop(
-        proceed, body, state, maximum_iterations=-(-iterations // BLOCK)
-    )
-    return plan
 
 
 def _log_sum_exp(x, axis):

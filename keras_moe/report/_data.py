@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from keras_moe._batches import array_length, read_batches
-from keras_moe._checks import fits_shape
+from keras_moe._checks import fits_shape, unfit
 from keras_moe._processes import predict_batch
 from keras_moe.ops import Routing
 from keras_moe.report.model import IMAGE, TEXT, ReportedModel, plain_text
@@ -96,10 +96,8 @@ def _with_texts(inputs, second, model):
         captions = [plain_text(caption) for caption in captions]
         if "token_ids" not in inputs:
             if getattr(model, "preprocessor", None) is None:
-                raise ValueError(
-                    "Expected a model with a TextTokenizer for captions; received: "
-                    "preprocessor=None"
-                )
+                expected = "a model with a TextTokenizer for captions"
+                raise unfit(expected, preprocessor=None)
             inputs |= model.preprocessor(captions)
         captions = np.array(captions, object)
     return {x: inputs[x] for x in model.input if x in inputs}, captions, second
@@ -137,11 +135,8 @@ def labels_of(labels: object) -> np.ndarray | None:
                 # Lists of classes, padded with -1.
                 is_single = (classes >= 0).sum(axis=1) == 1
                 return np.where(is_single, classes.max(axis=1), -1)
-    raise ValueError(
-        "Expected labels as whole numbers (batch,), or as 0-1 vectors (batch, "
-        "classes), none of them soft; received: "
-        f"shape={labels.shape}, dtype={labels.dtype}"
-    )
+    expected = "labels as whole numbers (batch,) or 0-1 vectors (batch, classes)"
+    raise unfit(expected, shape=labels.shape, dtype=str(labels.dtype))
 
 
 def _check_inputs(inputs, model):
@@ -160,9 +155,7 @@ def _check_inputs(inputs, model):
         shape = tuple(inputs[name].shape)
         if not fits_shape(shape, symbol.shape):
             wanted = ", ".join(str(x or "any") for x in symbol.shape[1:])
-            raise ValueError(
-                f"Expected {name} of shape (batch, {wanted}); received: shape={shape}"
-            )
+            raise unfit(f"{name} of shape (batch, {wanted})", shape=shape)
     if "images" in expected:
         _check_range(inputs["images"], getattr(model, "preprocessor", None))
 

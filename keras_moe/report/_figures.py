@@ -74,7 +74,6 @@ def draw_loads(
     # Room for the legend above the bars.
     axis.set_ylim(0, 1.28 * axis.get_ylim()[1])
     axis.legend(loc="upper left", handlelength=1.2, columnspacing=1.0, **_LEGEND)
-    figure.tight_layout(pad=0.4)
     return figure
 
 
@@ -126,7 +125,6 @@ def _draw_classes(values, names, experts, unit, title="", label="expert", **limi
         values, names, height, ticks, experts, unit, title, label, **limits
     )
     figure.axes[0].set_ylabel("class", fontsize=8)
-    figure.tight_layout(pad=0.4)
     return figure
 
 
@@ -145,7 +143,6 @@ def _draw_map(
     bar.set_label(unit, fontsize=8)
     bar.ax.tick_params(labelsize=8)
     plain_axis(axis, title)
-    figure.tight_layout(pad=0.4)
     return figure
 
 
@@ -191,7 +188,6 @@ def draw_depth(lines: dict[str, Line], names: list[str], label: str) -> "Figure"
     if len(lines) > 1:
         style = {**_LEGEND, "ncols": 2, "borderaxespad": 0.2, "handlelength": 2.6}
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1), **style)
-    figure.tight_layout(pad=0.4)
     return figure
 
 
@@ -271,19 +267,15 @@ def draw_positions(shares: Arrays, names: list[str]) -> "Figure":
     """Plots how often the patch at each position is dropped, per layer."""
     layers = evenly_spaced(len(shares), MAX_PANELS)
     columns = min(len(layers), 4)
-    figure, axes = _panels(len(layers), min(_WIDTH / columns, 1.3), columns, 0.45)
+    figure, axes = _panels(len(layers), min(_WIDTH / columns, 1.3), columns, 0.15)
     top = max(float(np.max(shares)), 0.01)
     for axis, layer in zip(axes, layers):
         image = axis.imshow(shares[layer], cmap="viridis", vmin=0.0, vmax=top)
         axis.set_axis_off()
         name = shortened(names[layer], 18)
         axis.set_title(name, fontsize=7, pad=4, parse_math=False)
-    height = figure.get_size_inches()[1]
-    figure.tight_layout(pad=0.3, rect=(0, 0.45 / height, 1, 1 - 0.15 / height))
-    area = figure.add_axes((0.2, 0.3 / height, 0.6, 0.08 / height))
-    bar = figure.colorbar(
-        image, cax=area, orientation="horizontal", format=_percent(".3g")
-    )
+    place = {"location": "bottom", "shrink": 0.6, "aspect": 30, "pad": 0.04}
+    bar = figure.colorbar(image, ax=axes, format=_percent(".3g"), **place)
     bar.outline.set_visible(False)
     bar.locator = _ticks()
     bar.ax.tick_params(labelsize=7, length=2)
@@ -313,7 +305,6 @@ def draw_drops(
     axis.yaxis.set_major_formatter(_percent(".3g"))
     style = {**_LEGEND, "ncols": 2}
     _without_math(axis.legend(loc="lower left", bbox_to_anchor=(0, 1), **style))
-    figure.tight_layout(pad=0.4)
     return figure
 
 
@@ -324,7 +315,7 @@ def draw_patches(sheet: np.ndarray, names: list[str], title: str) -> "Figure":
     height, width = (2 * length / 160 for length in sheet.shape[:2])
     left, top = 0.1 * max(map(len, names)) + 0.1, 0.35
     size = left + width + 0.1, height + top + 0.1
-    figure = new_figure(figsize=size)
+    figure = new_figure("none", figsize=size)
     area = (left / size[0], 0.1 / size[1], width / size[0], height / size[1])
     axis = figure.add_axes(area)
     axis.imshow(sheet, interpolation="nearest", aspect="auto")
@@ -348,7 +339,8 @@ def _panels(count, height=1.15, columns=2, legend=0.42):
     """Makes a figure with panels, and room in inches for a legend below."""
     columns = max(min(count, columns), 1)
     rows = max(math.ceil(count / columns), 1)
-    figure = new_figure(figsize=(_WIDTH, rows * (height + 0.35) + legend))
+    size = (_WIDTH, rows * (height + 0.35) + legend)
+    figure = new_figure(figsize=size)
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for axis in axes[count:]:
         axis.remove()
@@ -376,15 +368,12 @@ def _ticks():
 
 
 def _legend(figure, types, words):
-    """Adds a label below the panels, and a legend."""
+    """Adds a legend below the panels, under a label."""
     from matplotlib.patches import Patch
 
-    height = figure.get_size_inches()[1]
-    figure.text(0.5, 0.24 / height, words, ha="center", va="bottom", fontsize=7)
     handles = [Patch(color=colour, label=name) for name, colour in types]
-    style = {**_LEGEND, "handlelength": 1.0}
-    _without_math(figure.legend(handles=handles, loc="lower center", **style))
-    figure.tight_layout(pad=0.4, rect=(0, 0.42 / height, 1, 1))
+    style = {**_LEGEND, "handlelength": 1.0, "title": words, "title_fontsize": 7}
+    _without_math(figure.legend(handles=handles, loc="outside lower center", **style))
 
 
 def _without_math(legend):

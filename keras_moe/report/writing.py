@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from keras_moe._batches import array_length, is_arrays
-from keras_moe._checks import check_integer, import_extra
+from keras_moe._checks import check_integer, import_extra, unfit
 from keras_moe._files import (
     is_plain_file,
     read_text,
@@ -253,10 +253,8 @@ def check_examples(examples: Sequence[int] | None, count: int | None) -> None:
         return
     numbers = [check_integer("examples", number, 0) for number in examples]
     if not numbers or (count is not None and max(numbers) >= count):
-        raise ValueError(
-            f"Expected numbers of examples below {count}, which the report reads; "
-            f"received: examples={examples}"
-        )
+        expected = f"numbers of examples below {count}, which the report reads"
+        raise unfit(expected, examples=examples)
     _check_distinct("numbers of examples", numbers)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import keras
 from keras import ops
 
-from keras_moe._checks import check_bool, check_indices, check_one_of
+from keras_moe._checks import check_bool, check_indices, check_one_of, unfit
 from keras_moe._freezing import FROZEN
 from keras_moe.ops.capacity import expert_capacity
 from keras_moe.ops.expert_types import ExpertTypes
@@ -21,11 +21,7 @@ METHODS = ("router_drop", "router_pred", "router_pred_skip")
 
 
 class _Pruned(TokenChoiceRouter):
-    """Token choice among the experts that pruning has kept.
-
-    Routing records keep all E experts. With `removed`, only kept FFN experts have
-    weights. See `keras_moe.analysis.prune_experts`.
-    """
+    """Token choice among the experts that pruning has kept; records keep all E."""
 
     def __init__(
         self,
@@ -46,10 +42,8 @@ class _Pruned(TokenChoiceRouter):
             )
         super().__init__(num_experts, **kwargs)
         if self.kept_experts[0] >= self.expert_types.ffn:
-            raise ValueError(
-                "Expected an FFN expert among kept_experts; "
-                f"received: kept_experts={kept_experts}"
-            )
+            expected = "an FFN expert among kept_experts"
+            raise unfit(expected, kept_experts=kept_experts)
 
     @property
     def expert_columns(self):
@@ -86,10 +80,7 @@ class _Pruned(TokenChoiceRouter):
 
 @keras.saving.register_keras_serializable("keras_moe")
 class PrunedTokenChoiceRouter(_Pruned):
-    """Pruned token choice, whose capacity C = S K c / E counts only kept experts.
-
-    With `"router_pred_skip"` it counts all.
-    """
+    """Pruned token choice, whose capacity C = S K c / E counts only kept experts."""
 
     def capacity_of(self, num_tokens, factor, selected, multiple_of):
         routes_as_before = self.method == "router_pred_skip"
@@ -124,10 +115,8 @@ def checked_kept(kept_experts: Sequence[int], num_experts: int) -> tuple[int, ..
     """Sorts expert indices after checking that they are distinct and in range."""
     kept = check_indices("kept_experts", kept_experts, num_experts)
     if not 0 < len(kept) == len(kept_experts):
-        raise ValueError(
-            "Expected at least one of kept_experts, each once; "
-            f"received: kept_experts={kept_experts}"
-        )
+        expected = "at least one of kept_experts, each once"
+        raise unfit(expected, kept_experts=kept_experts)
     return tuple(sorted(kept))
 
 
@@ -142,17 +131,13 @@ def pruned_router(
             f"received: {type(router).__name__}"
         )
     if router.excluded_experts:
-        raise ValueError(
-            "Expected excluded_experts=() to prune experts; "
-            f"received: excluded_experts={router.excluded_experts}"
-        )
+        expected = "excluded_experts=() to prune experts"
+        raise unfit(expected, excluded_experts=router.excluded_experts)
     is_transport = isinstance(router.affinity, SparsityConstrainedAffinity)
     if method == "router_drop" and is_transport:
         # Its plan assigns S / E of the tokens to each expert, excluded ones included.
-        raise ValueError(
-            "Expected method='router_pred' or 'router_pred_skip' for sparsity-"
-            f"constrained routers; received: method={method!r}"
-        )
+        names = "'router_pred' or 'router_pred_skip'"
+        raise unfit(f"{names} for sparsity-constrained routers", method=method)
     kept = checked_kept(kept_experts, router.num_experts)
     config = router.get_config()
     config.pop(FROZEN, None)

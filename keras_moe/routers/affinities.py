@@ -12,6 +12,7 @@ from keras_moe._checks import (
     check_integer,
     check_one_of,
     check_positive,
+    unfit,
 )
 from keras_moe._types import Config, Tensor
 from keras_moe.ops.sparse_transport import SOLVERS, sparse_transport
@@ -52,9 +53,6 @@ class Affinity:
         """Returns the affinity, float32 (G, S, E)."""
         raise NotImplementedError
 
-    def check_differentiable(self) -> None:
-        """Raises ValueError if the affinity has no gradient."""
-
     def noisy_combine(self, side: str) -> bool:
         """Whether combine weights are the softmax of the noisy logits."""
         return side == "expert"
@@ -92,31 +90,20 @@ class SinkhornAffinity(Affinity):
     """The entropy-regularised transport plan: equation 8 of the same paper.
 
     Args:
-        iterations: number of iterations; the maximum if there is a `tolerance`.
-        tolerance: relative error of the experts' masses at which to stop, or None.
+        iterations: number of iterations.
 
     Example:
 
     >>> from keras_moe.routers import ExpertChoiceRouter, SinkhornAffinity
-    >>> affinity = SinkhornAffinity(iterations=100, tolerance=0.01)
+    >>> affinity = SinkhornAffinity(iterations=100)
     >>> router = ExpertChoiceRouter(num_experts=4, affinity=affinity)
     """
 
-    def __init__(self, iterations: int = 20, tolerance: float | None = None):
+    def __init__(self, iterations: int = 20):
         self.iterations = check_integer("iterations", iterations)
-        check_positive("tolerance", tolerance, optional=True)
-        self.tolerance = tolerance
 
     def __call__(self, logits, gates, side, max_nonzeros, mask=None):
-        return sinkhorn(logits, self.iterations, self.tolerance, mask).plan
-
-    def check_differentiable(self):
-        if self.tolerance is not None:
-            raise ValueError(
-                "Expected tolerance=None for combine='affinity', since no gradient "
-                "flows through an unknown number of iterations; "
-                f"received: tolerance={self.tolerance}"
-            )
+        return sinkhorn(logits, self.iterations, mask).plan
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -174,8 +161,6 @@ def get(identifier: Affinity | str | Config) -> Affinity:
     if isinstance(identifier, dict):
         identifier = keras.saving.deserialize_keras_object(identifier)
     if not isinstance(identifier, Affinity):
-        raise ValueError(
-            f"Expected affinity to be one of {sorted(BY_NAME)} or an Affinity; "
-            f"received: affinity={identifier!r}"
-        )
+        expected = f"affinity to be one of {sorted(BY_NAME)} or an Affinity"
+        raise unfit(expected, affinity=identifier)
     return identifier

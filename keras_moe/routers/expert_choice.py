@@ -8,6 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe._checks import unfit
 from keras_moe._types import Tensor
 from keras_moe.ops._primitives import vmap_groups
 from keras_moe.ops.expert_choice import NORMALIZATIONS, expert_choice
@@ -51,11 +52,9 @@ class ExpertChoiceRouter(SparseRouter):
         super().__init__(num_experts, num_selected_experts, **kwargs)
         is_limited = self.eval_capacity_factor is not None or self.eval_capacity
         if self.capacity and self.evaluation == "batch_invariant" and not is_limited:
-            raise ValueError(
-                "Expected eval_capacity_factor or evaluation='official' with capacity, "
-                "since examples are smaller than the groups of training; received: "
-                f"capacity={self.capacity}, eval_capacity_factor=None"
-            )
+            # Examples are smaller than the groups of training.
+            expected = "eval_capacity_factor or evaluation='official' with capacity"
+            raise unfit(expected, capacity=self.capacity, eval_capacity_factor=None)
 
     def limits(self, training):
         limits = super().limits(training)

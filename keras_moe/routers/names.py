@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_moe._checks import check_argument_names, nearest
+from keras_moe._checks import check_argument_names, nearest, unfit
 from keras_moe._types import Config
 from keras_moe.ops.expert_types import ExpertTypes
 from keras_moe.routers.expert_choice import ExpertChoiceRouter
@@ -111,10 +111,7 @@ def split_router(router: object) -> tuple[Any, dict]:
     if not isinstance(router, dict):
         return router, {}
     if "name" not in router:
-        raise ValueError(
-            "Expected router to be a name or a dict with the router's 'name' and "
-            f"arguments; received: router={router!r}"
-        )
+        raise unfit("router to be a name or a dict with a 'name'", router=router)
     return router["name"], {k: v for k, v in router.items() if k != "name"}
 
 
@@ -142,10 +139,7 @@ def router_name(cls: type) -> str:
             return name
     name = keras.saving.get_registered_name(cls)
     if keras.saving.get_registered_object(name) is not cls:
-        raise ValueError(
-            "Expected a class of routers that is registered with Keras or by "
-            f"register_router, so that a config can name it; received: {cls}"
-        )
+        raise unfit("a class registered by register_router or with Keras", router=cls)
     return name
 
 
@@ -159,8 +153,6 @@ def class_for_types(
     if cls is TokenChoiceRouter:
         cls = PathwayAwareRouter
     if not issubclass(cls, PathwayAwareRouter):
-        raise ValueError(
-            "Expected a token choice router for zero-computation experts and gating "
-            f"residuals; received: router={router!r}"
-        )
+        use = "zero-computation experts and gating residuals"
+        raise unfit(f"a token choice router for {use}", router=router)
     return cls, arguments

@@ -13,6 +13,7 @@ from keras_moe._checks import (
     check_integer,
     check_one_of,
     check_positive,
+    unfit,
 )
 from keras_moe._types import Tensor
 from keras_moe.ops.capacity import heterogeneous_capacity
@@ -99,11 +100,11 @@ class PathwayAwareRouter(TokenChoiceRouter):
         for name in self.refused_arguments:
             value = kwargs.pop(name, None)
             if value is not None:
-                raise ValueError(
-                    "Expected a PathwayAwareRouter with capacities as factors, one "
-                    "kernel for all modalities and softmax gates; received: "
-                    f"{name}={value!r}"
+                expected = (
+                    "factors as capacities, one kernel for all modalities and softmax "
+                    "gates"
                 )
+                raise unfit(expected, **{name: value})
         super().__init__(
             num_experts,
             num_selected_experts,

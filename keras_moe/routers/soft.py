@@ -11,6 +11,7 @@ from keras_moe._checks import (
     check_integer,
     check_one_of,
     check_positive,
+    unfit,
 )
 from keras_moe._types import Tensor
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
@@ -74,10 +75,8 @@ class SoftRouter(Router):
         if num_slots is not None:
             num_slots = check_integer("num_slots", num_slots)
             if capacity_factor is not None:
-                raise ValueError(
-                    "Expected num_slots or capacity_factor, not both; received: "
-                    f"num_slots={num_slots}, capacity_factor={capacity_factor}"
-                )
+                received = {"num_slots": num_slots, "capacity_factor": capacity_factor}
+                raise unfit(f"{' or '.join(received)}, not both", **received)
         elif capacity_factor is None:
             capacity_factor = self.default_capacity_factor
         else:
@@ -98,11 +97,7 @@ class SoftRouter(Router):
         if self.built:
             return self.slots.shape[-1]
         if num_tokens is None or self.capacity_factor is None:
-            raise ValueError(
-                "Expected a known number of tokens, on which the slots depend; "
-                "received: num_tokens=None, "
-                f"capacity_factor={self.capacity_factor}. Give num_slots instead."
-            )
+            raise unfit("num_slots, or a known number of tokens", num_tokens=num_tokens)
         return expert_capacity(
             num_tokens,
             self.num_experts,
@@ -125,10 +120,7 @@ class SoftRouter(Router):
         training: bool | None = None,
     ) -> tuple[SoftPlan, Routing]:
         if modality_ids is not None:
-            raise ValueError(
-                "Expected no modality_ids: soft routing mixes all tokens of an image; "
-                "received some"
-            )
+            raise ValueError("Expected no modality_ids for soft routing; received some")
         slots = self.slots
         num_groups, num_tokens, dim = ops.shape(tokens)
         _, num_experts, capacity = slots.shape

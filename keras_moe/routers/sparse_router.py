@@ -19,6 +19,7 @@ from keras_moe._checks import (
     check_integer,
     check_one_of,
     check_positive,
+    unfit,
 )
 from keras_moe._types import Config, Initializer, Tensor
 from keras_moe.ops._initializers import PerExpert
@@ -116,7 +117,6 @@ class SparseRouter(Router):
         if combine == "affinity":
             # The plan that routes also weighs the outputs.
             check_one_of("noisy_combine", noisy_combine, (True,))
-            self.affinity.check_differentiable()
         self.normalize_gates = check_one_of(
             "normalize_gates", normalize_gates, self.normalizations
         )
@@ -197,10 +197,8 @@ class SparseRouter(Router):
         if self.modality_count is None:
             return None
         if modality_ids is None:
-            raise ValueError(
-                "Expected modality_ids of shape (groups, tokens) for a router with "
-                "modalities; received: modality_ids=None"
-            )
+            expected = "modality_ids (groups, tokens) for a router with modalities"
+            raise unfit(expected, modality_ids=None)
         modality_ids = ops.cast(modality_ids, "int32")
         return ops.logical_and(modality_ids >= 0, modality_ids < self.modality_count)
 
@@ -369,10 +367,8 @@ def _check_capacity(prefix, factor, capacity):
     check_positive(f"{prefix}capacity_factor", factor, optional=True)
     check_integer(f"{prefix}capacity", capacity, optional=True)
     if factor is not None and capacity is not None:
-        raise ValueError(
-            f"Expected {prefix}capacity or {prefix}capacity_factor, not both; "
-            f"received: {prefix}capacity={capacity}, {prefix}capacity_factor={factor}"
-        )
+        received = {f"{prefix}capacity": capacity, f"{prefix}capacity_factor": factor}
+        raise unfit(f"{' or '.join(received)}, not both", **received)
 
 
 def _check_pools(expert_pools, num_modalities, num_experts):
@@ -384,9 +380,7 @@ def _check_pools(expert_pools, num_modalities, num_experts):
         for pool in expert_pools
     ]
     if not all(pools) or len(pools) != (num_modalities or max(len(pools), 1)):
-        raise ValueError(
-            "Expected a pool of at least one expert for each modality, "
-            f"num_modalities={num_modalities}; received: expert_pools={expert_pools}"
-        )
+        expected = f"experts for each modality, num_modalities={num_modalities}"
+        raise unfit(expected, expert_pools=expert_pools)
     check_disjoint("expert_pools", pools)
     return pools

@@ -20,6 +20,7 @@ from keras_moe._checks import (
     check_positive,
     check_selected,
     outer_stack_level,
+    unfit,
 )
 from keras_moe._types import Tensor
 from keras_moe.ops._primitives import is_transformed, vmap_groups
@@ -139,12 +140,10 @@ class TokenChoiceRouter(SparseRouter):
             )
         self.dropless = check_bool("dropless", dropless)
         if dropless:
-            given = kwargs.get("capacity"), kwargs.get("capacity_factor")
-            if given != (None, None):
-                raise ValueError(
-                    "Expected neither capacity nor capacity_factor with dropless=True; "
-                    f"received: capacity={given[0]}, capacity_factor={given[1]}"
-                )
+            names = ("capacity", "capacity_factor")
+            given = {x: kwargs[x] for x in names if kwargs.get(x) is not None}
+            if given:
+                raise unfit("no capacity or capacity_factor if dropless=True", **given)
             self.capacity_factor = None
         self.excluded_experts = self.check_excluded(excluded_experts)
         self.priority = _check_priority(priority, super().modality_count)
@@ -162,10 +161,10 @@ class TokenChoiceRouter(SparseRouter):
         excluded = check_indices("excluded_experts", excluded_experts, self.num_experts)
         pools = self.expert_pools or [range(self.num_experts)]
         if min(len({*pool} - excluded) for pool in pools) < self.num_selected_experts:
-            raise ValueError(
-                f"Expected at least num_selected_experts={self.num_selected_experts} "
-                "experts for every token; received: "
-                f"expert_pools={self.expert_pools}, excluded_experts={excluded_experts}"
+            raise unfit(
+                f"num_selected_experts={self.num_selected_experts} for every token",
+                expert_pools=self.expert_pools,
+                excluded_experts=excluded_experts,
             )
         return tuple(sorted(excluded))
 
@@ -345,10 +344,8 @@ def _check_priority(priority, num_modalities):
     ids = [check_integer("priority", modality, minimum=0) for modality in priority]
     count = len(ids) if num_modalities is None else num_modalities
     if not ids or sorted(ids) != list(range(count)):
-        raise ValueError(
-            f"Expected priority to be one of {NAMED_PRIORITIES}, or the {count} "
-            f"modality ids from 0 on, each once; received: priority={priority}"
-        )
+        expected = f"one of {NAMED_PRIORITIES} or the {count} modality ids, each once"
+        raise unfit(expected, priority=priority)
     return ids
 
 

@@ -7,12 +7,7 @@ from keras import ops
 
 from keras_moe.analysis import attention_rollout
 from tests.pair_models import IMAGE, MOE, clip
-from tests.small_models import (
-    images,
-    small_classifier,
-    small_pairs_model,
-    with_weights,
-)
+from tests.small_models import images, small_classifier, small_pairs_model, with_weights
 
 GRID = (4, 2)
 

@@ -168,7 +168,7 @@ def of_arrays(function, *arguments, **others):
         (of_arrays(select, coverage=1.5), "coverage=1.5"),
         (of_arrays(select, count=1, criterion="load"), "criterion='load'"),
         (of_arrays(select, count=1, criterion="reap"), "contributions=True"),
-        (of_arrays(select, count=1, groups="text"), "groups='text' without"),
+        (of_arrays(select, count=1, groups="text"), "served tokens .*groups='text'"),
         # Pruning
         (lambda own: prune_experts(own.plain, {"block_0": [0, 5]}), "kept_experts=5"),
         (lambda own: prune_experts(own.plain, {"block_0": [1, 1]}), "each once"),

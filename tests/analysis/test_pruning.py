@@ -13,7 +13,6 @@ from keras_moe.analysis import (
     ExpertUsage,
     ablate_experts,
     coverage_curves,
-    exclude_experts,
     expert_usage,
     mask_experts,
     merged_usage,
@@ -159,13 +158,6 @@ def test_the_papers_capacity_is_that_of_the_masked_model(model, method):
     assert_close(outputs(prune_experts(whole, KEPT, method)), expected)
     dropless = outputs(mask_experts(model, KEPT, method))
     assert np.abs(expected - dropless).max() > 1e-4
-
-
-def test_dropping_from_the_router_is_exclusion(model):
-    excluded = exclude_experts(model, [1, 3])
-    kept = {name: [0, 2, 4] for name in KEPT}
-    masked = mask_experts(model, kept, "router_drop")
-    assert_close(outputs(masked), outputs(excluded), 1e-6)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from keras_moe.analysis import (
-    expert_queues,
-    print_statistics,
-    routing_statistics,
-)
+from keras_moe.analysis import expert_queues, print_statistics, routing_statistics
 from keras_moe.analysis.routing import served_at
 from keras_moe.ops import Routing, expert_choice, token_choice
 

@@ -164,7 +164,6 @@ def test_a_bad_value_is_refused_by_its_name(make, arguments, name):
 
 
 TOKENS = zeros(1, 3, 8)
-EARLY = SinkhornAffinity(tolerance=0.1)
 
 
 def choice(*arguments, **options):
@@ -201,7 +200,6 @@ def pathway(*shape, gating_residual=True):
     (lambda: choice(expert_pools=[0, 1]), "expert_pools=0"),
     (lambda: choice(2, expert_pools=[[0], [1, 2]]), r"\[0\]"),
     (lambda: choice(1, num_modalities=3, expert_pools=[[0], [1]]), "modalities=3"),
-    (lambda: choice(combine="affinity", affinity=EARLY), "tolerance=0.1"),
     (lambda: moe(TokenChoiceRouter(4)), "experts.num_experts=2"),
     (lambda: moe({"name": "soft", "slots": 1}), "slots=1"),
     (lambda: moe(PathwayAwareRouter(3, zero_experts=1), 3), "2 FFN experts"),

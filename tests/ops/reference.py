@@ -6,7 +6,10 @@ import numpy as np
 def token_choice(
     affinity, gates, num_selected_experts, capacity, priority="first_come", mask=None
 ):
-    """Returns slot_tokens, token_slots and combine_weights, like `RoutingPlan`."""
+    """Returns slot_tokens, token_slots and combine_weights, like `RoutingPlan`.
+
+    The priority may be numbers (G, S), of which the smallest goes first.
+    """
     groups, tokens, experts = affinity.shape
     mask = np.ones((groups, tokens), bool) if mask is None else mask
     slot_tokens = np.full((groups, experts, capacity), -1, "int32")
@@ -20,7 +23,9 @@ def token_choice(
             for s in range(tokens)
         }
         queue = [s for s in range(tokens) if mask[g, s]]
-        if priority == "max_gate":
+        if not isinstance(priority, str):
+            queue.sort(key=lambda s: priority[g, s])
+        elif priority == "max_gate":
             queue.sort(key=lambda s: -affinity[g, s].max())
         elif priority == "sum_gates":
             queue.sort(key=lambda s: -affinity[g, s, chosen[s]].sum())

@@ -70,7 +70,6 @@ RIGHT = {
     (ops.expert_choice, {"mask": ones(6, 2)}, "mask.shape=(6, 2)"),
     (ops.expert_choice, {"normalize_gates": "before"}, "normalize_gates='before'"),
     (ops.sinkhorn, {"iterations": 0}, "iterations=0"),
-    (ops.sinkhorn, {"tolerance": 0.0}, "tolerance=0.0"),
     (ops.sinkhorn, {"logits": ones(6, 4)}, "(6, 4)"),
     (ops.sparse_transport, {"utility": ones(6, 4)}, "(6, 4)"),
     (ops.sparse_transport, {"side": "both"}, "side='both'"),
@@ -86,11 +85,7 @@ RIGHT = {
     (ops.grouped_matmul, {"rows": ones(6, 3, dtype="int32")}, "int32"),
     (ops.grouped_matmul, {"kernels": ones(2, 3, 5, dtype="float16")}, "float16"),
     *(
-        (
-            ops.grouped_mlp,
-            {name: right[..., :-1]},
-            f"{name!r}: {right[..., :-1].shape}",
-        )
+        (ops.grouped_mlp, {name: right[..., :-1]}, f"{name}={right[..., :-1].shape}")
         for name, right in RIGHT[ops.grouped_mlp].items()
         if name not in ("activation", "rows")
     ),

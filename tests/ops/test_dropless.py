@@ -5,18 +5,20 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_moe.ops import RaggedPlan, dropless_token_choice, token_choice
+from keras_moe.ops import (
+    HeterogeneousPlan,
+    RaggedPlan,
+    dropless_token_choice,
+    token_choice,
+)
 from tests.compare import assert_close, assert_same
 from tests.gradients import gradient_and_outputs
 
-some = settings(max_examples=15, deadline=None, derandomize=True, database=None)
+some = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 to_numpy = keras.ops.convert_to_numpy
-# (G, S, E, K), K up to E, and more experts than tokens.
-SHAPES = [(2, 6, 4, 2), (1, 5, 3, 3), (3, 1, 6, 1)]
-
-
-def ragged(gates, selected, mask=None, normalize_gates=None):
-    return dropless_token_choice(gates, gates, selected, mask, normalize_gates)
+# (G, S, E, Z, K), K up to E, and more experts than tokens; the last Z act in place.
+SHAPES = [(2, 6, 4, 0, 2), (1, 5, 3, 0, 3), (3, 1, 6, 0, 1)]
+SHAPES += [(2, 7, 6, 3, 2), (1, 9, 4, 1, 3), (2, 5, 5, 4, 2)]
 
 
 @some
@@ -30,28 +32,30 @@ def ragged(gates, selected, mask=None, normalize_gates=None):
 def test_rows_stand_by_expert_and_serve_every_choice(
     shape, seed, ties, masked, normalize_gates
 ):
-    groups, tokens, experts, selected = shape
+    groups, tokens, experts, in_place, selected = shape
     generator = np.random.default_rng(seed)
     gates = generator.random((groups, tokens, experts)).astype("float32")
     if ties:
         gates = np.round(gates * 2) / 2
     mask = generator.random((groups, tokens)) >= masked
-    plan = ragged(gates, selected, mask, normalize_gates)
-    limited = token_choice(
-        gates, gates, selected, tokens, mask=mask, normalize_gates=normalize_gates
-    )
+    options = {"normalize_gates": normalize_gates, "in_place_experts": in_place}
+    plan = dropless_token_choice(gates, gates, selected, mask, **options)
+    limited = token_choice(gates, gates, selected, tokens, mask=mask, **options)
     assert_close(plan.assignments(), limited.assignments(), 1e-6)
-    plan = RaggedPlan(*map(to_numpy, plan))
-    num_rows = int(mask.sum()) * selected
-    assert plan.group_sizes.sum() == num_rows
-    assert (plan.row_tokens[num_rows:] == -1).all()
-    owner = np.repeat(np.arange(experts), plan.group_sizes)
-    actual = sorted(zip(owner, plan.row_tokens[:num_rows]))
+    assert isinstance(plan, HeterogeneousPlan) == bool(in_place)
+    # Only the first experts have rows.
+    plan = RaggedPlan(*map(to_numpy, plan.plan if in_place else plan))
     dispatched = to_numpy(limited.assignments()[0]).reshape(-1, experts)
+    dispatched = dispatched[:, : experts - in_place]
+    assert_same(plan.group_sizes, dispatched.sum(axis=0))
+    num_rows = plan.group_sizes.sum()
+    assert (plan.row_tokens[num_rows:] == -1).all()
+    owner = np.repeat(np.arange(experts - in_place), plan.group_sizes)
+    actual = sorted(zip(owner, plan.row_tokens[:num_rows]))
     assert actual == sorted(zip(*np.nonzero(dispatched.T)))
     # Each choice finds its row again.
     kept = plan.token_rows >= 0
-    assert_same(kept, np.broadcast_to(mask[..., None], kept.shape))
+    assert_same(kept.sum(axis=-1).ravel(), dispatched.sum(axis=1))
     token = np.arange(groups * tokens).reshape(groups, tokens, 1)
     token = np.broadcast_to(token, kept.shape)
     assert_same(plan.row_tokens[plan.token_rows[kept]], token[kept])
@@ -87,7 +91,8 @@ def test_outputs_and_gradients_are_those_of_room_for_everybody():
 def test_dense_by_hand():
     # One group: token 0 is masked, tokens 1 and 3 go to expert 1, token 2 to expert 0.
     gates = np.array([[[0.9, 0.1], [0.3, 0.7], [0.6, 0.4], [0.2, 0.8]]], "float32")
-    plan = ragged(gates, 1, np.array([[False, True, True, True]]))
+    mask = np.array([[False, True, True, True]])
+    plan = dropless_token_choice(gates, gates, 1, mask)
     dense = plan.dense()
     expected = np.zeros((1, 4, 2, 4), bool)
     expected[0, 1, 1, 0] = expected[0, 2, 0, 0] = expected[0, 3, 1, 1] = True

@@ -1,9 +1,6 @@
 """Grouped matmuls and MLPs: the kernels of every backend against the references."""
 
 import functools
-import os
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -15,6 +12,7 @@ from keras_moe.layers import gelu_tanh
 from keras_moe.layers.activations import entmax15
 from keras_moe.ops import grouped
 from tests.compare import assert_close, assert_same
+from tests.forks import run_python
 from tests.ops import grouped_reference
 from tests.ops.programs import (
     BACKEND,
@@ -337,13 +335,7 @@ def test_blocks_of_the_gpu_kernel(dtype):
 @on_jax
 def test_the_gpu_kernel_compiles_without_a_gpu():
     pytest.importorskip("jax_cuda13_plugin", reason="needs JAX's CUDA plugin")
-    completed = subprocess.run(
-        [sys.executable, "-m", "tests.ops.grouped_on_h200"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"KERAS_BACKEND": "jax"},
-    )
+    completed = run_python("-m", "tests.ops.grouped_on_h200", KERAS_BACKEND="jax")
     assert completed.returncode == 0, completed.stderr[-3000:]
     dropless, rows = map(int, completed.stdout.split()[-2:])
     # XLA's own form has all rows for each of the eight experts.

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from keras_moe.ops import (
     ExpertTypes,
-    HeterogeneousPlan,
     dropless_token_choice,
     expert_capacity,
     expert_types,
@@ -23,21 +22,6 @@ some = settings(max_examples=15, deadline=None, derandomize=True, database=None)
 to_numpy = keras.ops.convert_to_numpy
 # (G, S, E, Z, K, C, C_in_place)
 PROBLEMS = [(2, 7, 6, 3, 2, 2, 3), (1, 9, 4, 1, 3, 1, 1), (2, 5, 5, 4, 2, 4, None)]
-
-
-def plan_of(gates, mask, problem, priority="first_come", normalize_gates=None):
-    *_, in_place, selected, capacity, in_place_capacity = problem
-    return token_choice(
-        gates,
-        gates,
-        selected,
-        capacity,
-        priority,
-        mask=mask,
-        normalize_gates=normalize_gates,
-        in_place_experts=in_place,
-        in_place_capacity=in_place_capacity,
-    )
 
 
 @some
@@ -55,7 +39,13 @@ def test_each_kind_serves_its_capacity_in_order(problem, seed, ties, masked, pri
     if ties:
         gates = np.round(gates * 4) / 4
     mask = generator.random((groups, tokens)) >= masked
-    plan = plan_of(gates, mask, problem, priority)
+    in_place_options = {
+        "in_place_experts": in_place,
+        "in_place_capacity": in_place_capacity,
+    }
+    plan = token_choice(
+        gates, gates, selected, capacity, priority, mask, **in_place_options
+    )
     # With room for all a slot's position is the place in the expert's queue.
     _, slots, _ = reference.token_choice(
         gates, gates, selected, tokens, priority=priority, mask=mask
@@ -78,34 +68,6 @@ def test_each_kind_serves_its_capacity_in_order(problem, seed, ties, masked, pri
         for e in range(experts - in_place):
             held = [token for token in slot_tokens[g, e] if token >= 0]
             assert sorted(held) == np.flatnonzero(expected[g, :, e]).tolist()
-
-
-@some
-@given(
-    problem=st.sampled_from(PROBLEMS),
-    seed=st.integers(0, 999),
-    masked=st.sampled_from([0.0, 0.4]),
-    normalize_gates=st.sampled_from([None, "before", "after"]),
-)
-def test_dropless_is_token_choice_with_room_for_all(
-    problem, seed, masked, normalize_gates
-):
-    groups, tokens, experts, in_place, selected, *_ = problem
-    generator = np.random.default_rng(seed)
-    gates = generator.random((groups, tokens, experts)).astype("float32")
-    mask = generator.random((groups, tokens)) >= masked
-    roomy = (*problem[:5], tokens, None)
-    limited = plan_of(gates, mask, roomy, normalize_gates=normalize_gates)
-    plan = dropless_token_choice(
-        gates, gates, selected, mask, normalize_gates, in_place
-    )
-    assert isinstance(plan, HeterogeneousPlan)
-    assert_close(plan.assignments(), limited.assignments(), 1e-6)
-    # Rows for the first experts alone; what acts in place has none.
-    sizes = to_numpy(limited.assignments()[0]).sum(axis=(0, 1))[: experts - in_place]
-    assert_same(plan.plan.group_sizes, sizes)
-    rows = to_numpy(plan.plan.row_tokens)
-    assert np.all(rows[int(sizes.sum()) :] == -1)
 
 
 def test_dropped_choices_by_hand():

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_moe.ops import RoutingPlan, token_choice
-from tests import golden
-from tests.compare import assert_close, assert_same
+from tests.compare import assert_same
 from tests.gradients import compiled, gradient
 from tests.ops import reference
 
@@ -31,9 +30,10 @@ def to_numpy(plan):
 
 @functools.cache
 def _program(num_selected_experts, capacity, priority):
-    def program(affinity, gates, mask):
+    def program(affinity, gates, mask, *ranks):
+        order = ranks[0] if ranks else priority
         plan = token_choice(
-            affinity, gates, num_selected_experts, capacity, priority, mask=mask
+            affinity, gates, num_selected_experts, capacity, order, mask=mask
         )
         return plan, *plan.dense()
 
@@ -45,9 +45,11 @@ def route_densely(
 ):
     """The plan and both dense masks in NumPy, computed as in training."""
     mask = np.ones(affinity.shape[:2], bool) if mask is None else mask
-    plan, *dense = _program(num_selected_experts, capacity, priority)(
-        *map(keras.ops.convert_to_tensor, (affinity, gates, mask))
-    )
+    arrays, name = [affinity, gates, mask], priority
+    if not isinstance(priority, str):
+        arrays, name = [*arrays, priority], None
+    program = _program(num_selected_experts, capacity, name)
+    plan, *dense = program(*map(keras.ops.convert_to_tensor, arrays))
     return to_numpy(plan), *map(keras.ops.convert_to_numpy, dense)
 
 
@@ -144,36 +146,19 @@ routing_problems = st.tuples(
 
 
 @some
-@given(routing_problems, st.sampled_from([0.0, 0.3, 1.0]))
-def test_agrees_with_the_obvious_algorithm(problem, masked_share):
+@given(routing_problems, st.sampled_from([0.0, 0.3, 1.0]), st.booleans())
+def test_agrees_with_the_obvious_algorithm(problem, masked_share, by_rank):
     (groups, tokens, experts, selected, capacity), seed, ties, priority = problem
     # Sums in another order may differ in the last bit; those of eighths are exact.
     ties = ties or priority == "sum_gates"
     affinity = random_gates(seed, (groups, tokens, experts), ties)
     gates = random_gates(seed + 1, affinity.shape)
-    mask = np.random.default_rng(seed).random((groups, tokens)) >= masked_share
+    generator = np.random.default_rng(seed)
+    mask = generator.random((groups, tokens)) >= masked_share
+    if by_rank:
+        priority = generator.integers(0, 3, (groups, tokens)).astype("float32")
     arguments = affinity, gates, selected, capacity, priority, mask
     assert_same(route_densely(*arguments)[0], reference.token_choice(*arguments))
-
-
-@some
-@given(routing_problems, st.sampled_from(["max_gate", "sum_gates"]))
-def test_permuting_tokens_of_distinct_priority_permutes_the_plan(problem, priority):
-    (groups, tokens, experts, selected, capacity), seed, _, _ = problem
-    generator = np.random.default_rng(seed)
-    # Gates whose maxima and sums are 1/256 apart at least: exact in float32.
-    gates = generator.permuted(
-        np.arange(groups * tokens * experts) ** 2 % 251 / 256.0
-    ).reshape(groups, tokens, experts)
-    rank = generator.permuted(np.tile(np.arange(tokens), (groups, 1)), axis=1)
-    gates = (gates / 16 + rank[..., None] * 4).astype("float32")
-    order = generator.permutation(tokens)
-    plan = route(gates, selected, capacity, priority)
-    moved = route(gates[:, order], selected, capacity, priority)
-    assert_same(moved.token_slots, plan.token_slots[:, order])
-    assert_same(moved.combine_weights, plan.combine_weights[:, order])
-    back = np.where(moved.slot_tokens >= 0, order[moved.slot_tokens], -1)
-    assert_same(back, plan.slot_tokens)
 
 
 @some
@@ -206,68 +191,3 @@ def test_minus_infinity_everywhere_but_once(priority, selected):
     assert (plan.token_slots[0, :, 0] // 2).tolist() == best
     assert np.all(np.isfinite(plan.combine_weights))
     assert_same(plan.combine_weights.sum(axis=-1), np.ones((1, 5)))
-
-
-@pytest.mark.every_backend
-@pytest.mark.parametrize(
-    "case", golden.cases("01_token_choice/k*") + golden.cases("01_token_choice/groups*")
-)
-def test_golden_plan(case):
-    arrays, config = golden.load(case)
-    grouped = config["G"] is not None
-    batch = (lambda x: x) if grouped else (lambda x: x[None])
-    gates = batch(arrays["inputs/gates"])
-    capacity = config["actual_capacity"]
-    priority = "max_gate" if config["batch_priority"] else "first_come"
-    plan = route(gates, config["K"], capacity, priority)
-    expert, position = np.moveaxis(
-        batch(arrays["outputs/indices_expert_buffer"]), -1, 0
-    )
-    kept = position < capacity
-    assert_same(plan.token_slots, np.where(kept, expert * capacity + position, -1))
-    assert_close(
-        plan.combine_weights,
-        np.where(kept, batch(arrays["outputs/indices_combine_weights"]), 0),
-        1e-5,
-        1e-6,
-    )
-
-
-@some
-@given(routing_problems)
-def test_invariants(problem):
-    (groups, tokens, experts, selected, capacity), seed, ties, priority = problem
-    gates = random_gates(seed, (groups, tokens, experts), ties)
-    plan = route(gates, selected, capacity, priority)
-    for g in range(groups):
-        used = plan.token_slots[g][plan.token_slots[g] >= 0]
-        assert len(set(used)) == len(used), "a slot is used twice"
-        assert used.size == 0 or used.max() < experts * capacity
-        # Both index forms tell the same story.
-        there = {
-            (int(slot) // capacity, int(slot) % capacity, s)
-            for s, slots in enumerate(plan.token_slots[g])
-            for slot in slots[slots >= 0]
-        }
-        back = {
-            (e, c, int(plan.slot_tokens[g, e, c]))
-            for e, c in np.argwhere(plan.slot_tokens[g] >= 0)
-        }
-        assert there == back
-        # Slots fill from the front.
-        filled = plan.slot_tokens[g] >= 0
-        assert np.all(filled[:, :-1] >= filled[:, 1:])
-        for s, k in np.ndindex(tokens, selected):
-            slot = plan.token_slots[g, s, k]
-            if slot < 0:
-                assert plan.combine_weights[g, s, k] == 0
-                continue
-            assert plan.combine_weights[g, s, k] == gates[g, s, slot // capacity]
-        # Nobody's second choice holds a slot of an expert that turned a first away.
-        choice = np.argsort(-gates[g], axis=-1, kind="stable")[:, :selected]
-        for s, k in np.argwhere(plan.token_slots[g] < 0):
-            held = plan.slot_tokens[g, choice[s, k]]
-            assert np.all(held >= 0), "dropped although the expert has a free slot"
-            for other in held:
-                (rank,) = np.flatnonzero(choice[other] == choice[s, k])
-                assert rank <= k, "a later choice went before an earlier one"

@@ -3,8 +3,6 @@
 import keras
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from keras_moe.ops import sinkhorn
 from tests import golden
@@ -12,14 +10,13 @@ from tests.backends import every_backend_for
 from tests.compare import assert_close
 from tests.gradients import gradient
 
-some = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 to_numpy = keras.ops.convert_to_numpy
 
 
-def solve(logits, iterations=20, tolerance=None, mask=None):
+def solve(logits, iterations=20, mask=None):
     """The transport in NumPy."""
     logits = keras.ops.convert_to_tensor(logits.astype("float32"))
-    return [to_numpy(x) for x in sinkhorn(logits, iterations, tolerance, mask)]
+    return [to_numpy(x) for x in sinkhorn(logits, iterations, mask)]
 
 
 def reference(logits, iterations):
@@ -67,39 +64,13 @@ def test_logits_of_any_size_follow_the_log_form(scale, iterations):
     logits = np.random.default_rng(0).normal(size=(2, 24, 5)) * scale
     # The same float32 numbers for both: at 1e4 one of their steps is 1e-3.
     logits = logits.astype("float32")
-    plan, rows, _ = solve(logits, iterations)
+    plan, rows, columns = solve(logits, iterations)
     # Potentials of the logits' size have the float32 spacing of that size.
     atol = 2e-5 + 1e-6 * scale
     assert_close(plan, reference(logits, iterations), atol=atol)
     assert_close(rows, 1.0, 1e-5)
-
-
-@some
-@given(
-    seed=st.integers(0, 99),
-    scale=st.floats(0.0, 5.0),
-    tolerance=st.sampled_from([0.1, 0.01]),
-)
-def test_marginals_are_within_the_tolerance(seed, scale, tolerance):
-    logits = np.random.default_rng(seed).normal(size=(2, 16, 4)) * scale
-    plan, rows, columns = solve(logits, iterations=1000, tolerance=tolerance)
-    assert_close(rows, 1.0, 1e-5)
-    assert np.abs(columns - 4.0).max() <= tolerance * 4.0 + 1e-5
-    assert_close(plan.sum(axis=1), columns, 1e-5)
+    assert_close(plan.sum(axis=1), columns, 1e-5, 1e-6)
     assert (plan >= 0).all()
-
-
-def test_a_tolerance_stops_early_and_each_group_by_itself():
-    generator = np.random.default_rng(1)
-    easy, hard = (generator.normal(size=(1, 16, 4)) * s for s in (0.1, 4.0))
-    both = np.concatenate([easy, hard])
-    together = solve(both, iterations=500, tolerance=0.05)[0]
-    for index, alone in enumerate((easy, hard)):
-        assert_close(together[index], solve(alone, 500, 0.05)[0][0], atol=1e-6)
-    # It stopped before the end, and the bound on iterations holds.
-    assert np.abs(together[1] - solve(hard, 500, 1e-6)[0][0]).max() > 1e-4
-    capped = solve(hard, iterations=6, tolerance=1e-6)[0]
-    assert_close(capped, solve(hard, iterations=6)[0], atol=1e-6)
 
 
 def test_masked_tokens_have_no_mass_and_change_nothing():

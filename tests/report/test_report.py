@@ -2,7 +2,6 @@
 
 import inspect
 import json
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -23,10 +22,10 @@ from keras_moe.report.model import reported_model
 from keras_moe.report.sections._layers import Confidence, EntropySums
 from keras_moe.report.sections._loads import LayerCounts, demand, health_findings
 from keras_moe.routers._pruned import METHODS
+from tests.forks import ROOT
 from tests.report_records import batch, block, reported
 from tests.small_models import images, small_classifier, small_pairs_model
 
-ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "<script>alert(1)</script></svg>$x_{"
 
 

@@ -4,12 +4,12 @@ import json
 import runpy
 import sys
 from importlib import import_module
-from pathlib import Path
 
 import keras
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.forks import ROOT
+
 BENCHMARKS = ROOT / "tools" / "benchmark"
 
 SOURCE = """

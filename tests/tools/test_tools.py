@@ -2,16 +2,14 @@ import json
 import os
 import runpy
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import keras
 import pytest
 
-from tests.forks import run_python
+from tests.forks import ROOT, run_python
 from tools import run_tests
 
-ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "tools" / "benchmark"
 
 

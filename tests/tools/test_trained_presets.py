@@ -1,15 +1,13 @@
 """The files of trained presets: smaller than `save_to_preset`'s, and the same model."""
 
 import runpy
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from keras_moe import models
+from tests.forks import ROOT
 from tests.small_models import assert_same_outputs
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(("largest", "tolerance"), [(2_000_000, 0), (1000, 0.02)])

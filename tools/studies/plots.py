@@ -77,7 +77,6 @@ def plot_router_study(rows: list[dict], path: Path, accuracy: str) -> None:
         for selected, size in sorted(sizes.items())
     ]
     _legend_beside(axis, [{"linestyle": "", **entry} for entry in entries], fontsize=9)
-    figure.tight_layout()
     write_figure(figure, path)
 
 
@@ -181,7 +180,6 @@ def plot_truncated_svd(svd: Any, path: Path) -> None:
     axis.grid(alpha=0.25)
     axis.legend(fontsize=8)
     axis.set_title("MLPs with their largest singular values alone", fontsize=11)
-    figure.tight_layout()
     write_figure(figure, path)
 
 

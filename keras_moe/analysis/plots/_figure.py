@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from keras_moe._checks import import_extra
 from keras_moe._files import write_bytes
 
 if TYPE_CHECKING:
@@ -33,17 +34,11 @@ GREY = "#808080"
 _NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 
 
-def new_figure(**kwargs) -> "Figure":
+def new_figure(layout: Any = "constrained", **kwargs) -> "Figure":
     """Makes a figure without pyplot or a display."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "Pictures need matplotlib: pip install 'keras-moe[plots]'"
-        ) from error
-    figure = Figure(**kwargs)
-    FigureCanvasAgg(figure)
+    needs = "Pictures need matplotlib: pip install 'keras-moe[plots]'"
+    figure = import_extra("matplotlib.figure", needs).Figure(layout=layout, **kwargs)
+    import_extra("matplotlib.backends.backend_agg", needs).FigureCanvasAgg(figure)
     return figure
 
 
@@ -93,12 +88,11 @@ def plain_axis(axis: "Axes", title: str = "") -> None:
 
 
 def save_figure(
-    figure: "Figure", path: str | os.PathLike | None, title: str = "", **layout: Any
+    figure: "Figure", path: str | os.PathLike | None, title: str = ""
 ) -> "Figure":
-    """Adds a title, applies `tight_layout` and writes the figure."""
+    """Adds a title and writes the figure."""
     if title:
         figure.suptitle(title, fontsize=11)
-    figure.tight_layout(**layout)
     return write_figure(figure, path)
 
 
@@ -110,7 +104,7 @@ def write_figure(figure: "Figure", path: str | os.PathLike | None) -> "Figure":
     content = io.BytesIO()
     print_png = getattr(figure.canvas, "print_png", None)
     if kind == "png" and print_png is not None:
-        # `savefig` draws twice, for layout engines, which are not used here.
+        # `savefig` draws twice.
         print_png(content)
     else:
         figure.savefig(content, format=kind)

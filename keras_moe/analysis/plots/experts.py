@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike
 
+from keras_moe._checks import unfit
 from keras_moe.analysis.plots._figure import (
     COLOURS,
     EXPERT_COLOURS,
@@ -83,6 +84,7 @@ def plot_ablation(
             label = f"expert {ablation.experts[index]}, p = {score:.2f}"
             axis.set_title(label, fontsize=8, pad=3)
             axis.tick_params(labelsize=6)
+            axis.xaxis.get_major_locator().set_params(integer=True)
             if class_names is not None:
                 axis.set_xticks(positions, class_names)
     if class_names is None:
@@ -265,7 +267,7 @@ def plot_coverage(
         axis.tick_params(labelsize=8)
     axes[0].set_ylabel("% covered by the others", fontsize=8)
     axes[-1].legend(loc="lower left", fontsize=7, frameon=False)
-    return save_figure(figure, path, title, pad=0.5)
+    return save_figure(figure, path, title)
 
 
 def _points(curve):
@@ -299,9 +301,7 @@ def plot_expert_usage(
     >>> figure = plots.plot_expert_usage(usage, "usage.png")
     """
     if len(usage.groups) > len(_COLOURS):
-        raise ValueError(
-            f"Expected up to {len(_COLOURS)} groups; received: {list(usage.groups)}"
-        )
+        raise unfit(f"up to {len(_COLOURS)} groups", groups=usage.groups)
     columns = min(3, len(usage.blocks))
     rows = -(-len(usage.blocks) // columns)
     size = (0.6 + 3.4 * columns, 0.9 + 2.1 * rows)

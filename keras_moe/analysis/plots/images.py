@@ -13,7 +13,6 @@ from keras_moe.analysis.plots._figure import (
     name_row,
     picture_axes,
     save_figure,
-    write_figure,
 )
 from keras_moe.analysis.routing import of_patches
 from keras_moe.analysis.tokens import expert_views
@@ -79,29 +78,7 @@ def plot_expert_images(
             axis.set_title(f"{gates[index, expert]:.2f}", fontsize=7, pad=2)
             if labels is not None:
                 axis.set_xlabel(str(labels[index]), fontsize=7, labelpad=1)
-    return _save_rows(figure, path, title)
-
-
-def _margins(figure, left, right, top, bottom, **spaces):
-    """Sets margins in inches, whatever the number of images."""
-    width, height = figure.get_size_inches()
-    edges = {"left": left / width, "bottom": bottom / height}
-    edges |= {"right": 1 - right / width, "top": 1 - top / height}
-    figure.subplots_adjust(**edges, **spaces)
-
-
-def _scale(figure, heat, right, bottom, height, label):
-    """Adds a colour bar, `right` inches from the right edge."""
-    width = figure.get_size_inches()[0]
-    axis = figure.add_axes((1 - right / width, bottom, 0.12 / width, height))
-    figure.colorbar(heat, cax=axis).set_label(label, fontsize=8)
-    axis.tick_params(labelsize=7)
-
-
-def _save_rows(figure, path, title):
-    # The room for the title is in inches.
-    top = 1 - 0.25 / figure.get_size_inches()[1]
-    return save_figure(figure, path, title, pad=0.4, rect=(0, 0, 1, top))
+    return save_figure(figure, path, title)
 
 
 def plot_expert_patches(
@@ -154,7 +131,7 @@ def plot_expert_patches(
             frame_y = np.array([top, top, top + height, top + height, top]) - 0.5
             whole.plot(frame_x, frame_y, color="tab:red", linewidth=1.5)
         name_row(axes[2 * number, 0], f"expert {expert}")
-    return _save_rows(figure, path, title)
+    return save_figure(figure, path, title)
 
 
 def plot_expert_views(
@@ -188,8 +165,8 @@ def plot_expert_views(
     views = expert_views(routing, grid, images_per_expert)
     columns = 1 + min(images_per_expert, len(images))
     # Wide enough for the two lines below the images.
-    width, height = max(1.0 + columns, 6.6), 1.2 + 1.05 * len(views)
-    figure, axes = picture_axes(width, height, len(views), columns)
+    size = (max(1.0 + columns, 6.6), 1.2 + 1.05 * len(views))
+    figure, axes = picture_axes(*size, len(views), columns)
     top = max(view.position_shares.max() for view in views) or 1
     patch = np.ones((images.shape[1] // grid[0], images.shape[2] // grid[1]))
     for row, (expert_axes, view) in enumerate(zip(axes, views)):
@@ -200,16 +177,14 @@ def plot_expert_views(
     axes[0, 0].set_title("where", fontsize=9)
     if columns > 1:
         axes[0, 1].set_title("images where it works most", fontsize=9, loc="left")
-    figure.suptitle(title, fontsize=11, y=1 - 0.18 / height)
     legend = (
         "First column: how often the expert works at each position (yellow: in most "
         "images, violet: in none).\nOther columns: patches in their own colours are "
         "the expert's; bluish ones go to other experts."
     )
-    figure.text(0.9 / width, 0.08 / height, legend, fontsize=8, va="bottom")
-    _margins(figure, 0.9, 0.7, 0.6, 0.5, hspace=0.06)
-    _scale(figure, heat, 0.55, 0.3, 0.4, "share of images")
-    return write_figure(figure, path)
+    figure.supxlabel(legend, fontsize=8, multialignment="left")
+    _scale(figure, heat, axes, "share of images")
+    return save_figure(figure, path, title)
 
 
 def plot_compute_maps(
@@ -253,10 +228,8 @@ def plot_compute_maps(
             axis.imshow(in_colour(image), extent=extent)
         heat = overlaid.imshow(counts, extent=extent, **limits)
         overlaid.set_title(f"{counts.mean():.2f}", fontsize=8, pad=2)
-    figure.suptitle(title, fontsize=11)
-    _margins(figure, 0.05, 0.9, 0.5, 0.05, wspace=0.06)
-    _scale(figure, heat, 0.75, 0.1, 0.65, "FFN experts per token")
-    return write_figure(figure, path)
+    _scale(figure, heat, axes, "FFN experts per token")
+    return save_figure(figure, path, title)
 
 
 def plot_type_maps(
@@ -285,21 +258,24 @@ def plot_type_maps(
     images = np.asarray(images)
     maps = {name: np.asarray(values) for name, values in maps.items()}
     extent = (0, images.shape[2], images.shape[1], 0)
-    width, height = 0.95 * len(images) + 1.9, 1.0 * (len(maps) + 1) + 0.5
-    figure, axes = picture_axes(width, height, len(maps) + 1, len(images))
+    size = (0.95 * len(images) + 1.9, 1.0 * (len(maps) + 1) + 0.5)
+    figure, axes = picture_axes(*size, len(maps) + 1, len(images))
     for axis, image in zip(axes[0], images):
         axis.imshow(in_colour(image))
     name_row(axes[0, 0], "image")
-    _margins(figure, 0.9, 0.9, 0.4, 0.1, wspace=0.06, hspace=0.06)
     for row, (name, values) in zip(axes[1:], maps.items()):
         name_row(row[0], f"{name}\n{values.mean():.2f}")
         limits = {"vmin": 0, "vmax": max(float(values.max()), 1e-6), "cmap": "magma"}
         for axis, counts in zip(row, values):
             heat = axis.imshow(counts, extent=extent, **limits)
-        box = row[-1].get_position()
-        corner = (1 - 0.75 / width, box.y0 + 0.05 / height)
-        bar = figure.add_axes((*corner, 0.1 / width, box.height - 0.1 / height))
-        figure.colorbar(heat, cax=bar)
-        bar.tick_params(labelsize=7)
-    figure.suptitle(title, fontsize=11)
-    return write_figure(figure, path)
+        # Within the last column, so that all rows have its margin.
+        bar = figure.colorbar(heat, cax=row[-1].inset_axes((1.06, 0.0, 0.1, 1.0)))
+        bar.ax.tick_params(labelsize=7)
+    return save_figure(figure, path, title)
+
+
+def _scale(figure, heat, axes, label):
+    """Adds a colour bar to the right of axes."""
+    bar = figure.colorbar(heat, ax=axes, aspect=30, pad=0.02)
+    bar.set_label(label, fontsize=8)
+    bar.ax.tick_params(labelsize=7)

@@ -42,11 +42,7 @@ def block_sizes(num_rows: int | None, num_experts: int) -> tuple[int, ...]:
 def cut_into_blocks(
     group_sizes: Tensor, sizes: tuple[int, ...], num_rows: Size
 ) -> tuple[Tensor, Tensor]:
-    """Cuts every expert's rows into blocks, the longest possible ones first.
-
-    Returns each block's expert, first and last row, (N, 3), sorted by size, and the
-    first block of each size.
-    """
+    """Each block's expert, first and last row (N, 3), and each size's first block."""
     longest, num_experts = sizes[-1], group_sizes.shape[0]
     max_blocks = num_rows // longest + num_experts
     group_ends = ops.cumsum(group_sizes)
@@ -80,11 +76,7 @@ def slice_of(start, end, size, num_rows):
 
 
 def for_each_block(group_sizes, sizes, num_rows, outputs, update):
-    """Runs `outputs = update(size, expert, at, own, *outputs)` for every block.
-
-    `at` is the first row of a slice of `size` rows, and `own` (size, 1) tells which
-    of them are the block's.
-    """
+    """Runs `outputs = update(size, expert, at, own, *outputs)` for every block."""
     blocks, begins = cut_into_blocks(group_sizes, sizes, num_rows)
     begins = ops.unstack(begins, num=len(sizes) + 1)
     for k, size in enumerate(sizes):

@@ -9,11 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from keras_moe._backends.jax import (
-    by_platform,
-    jit_by_platform,
-    platforms,
-)
+from keras_moe._backends.jax import by_platform, jit_by_platform, platforms
 from keras_moe.ops.kernels import _block_loops
 from keras_moe.ops.kernels._block_loops import Weights, activate
 
@@ -71,10 +67,8 @@ def pallas() -> tuple[tuple[str, ...], tuple]:
 
 
 def _matmuls_by_platform(loops, composed, rows, *arguments):
-    """`loops` on CPUs, and elsewhere `composed` of the platform's grouped matmuls.
-
-    On CPUs and GPUs `ragged_dot` computes every expert on every row.
-    """
+    """`loops` on CPUs, and elsewhere `composed` of the platform's grouped matmuls."""
+    # On CPUs and GPUs `ragged_dot` computes every expert on every row.
     # Both need a number of rows, which a symbolic dimension is not.
     if not isinstance(rows.shape[0], int):
         return composed(RAGGED)(rows, *arguments)

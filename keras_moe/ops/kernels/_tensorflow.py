@@ -81,11 +81,9 @@ def vjp(function, *inputs):
 
 
 def for_xla():
-    """Whether XLA compiles what is traced now, and wants to know every shape.
-
-    A function that has been traced for itself keeps its graph when a compiled function
-    calls it later. (TensorFlow 2.21 has nothing public for this, nor for tapes.)
-    """
+    """Whether XLA compiles what is traced now, and wants to know every shape."""
+    # A function that has been traced for itself keeps its graph when a compiled one
+    # calls it later. (TensorFlow 2.21 has nothing public for this, nor for tapes.)
     if tf.executing_eagerly():
         return False
     graph = tf.compat.v1.get_default_graph()

@@ -241,7 +241,7 @@ def draw_flows(flows: MainFlows, names: list[str]) -> "matplotlib.figure.Figure"
     starts = range(0, max(count - 1, 1), steps)
     # Room for the label of the smallest node.
     height = min(4.4, max(2.4, 0.23 * max(map(len, flows.columns))))
-    figure = new_figure(figsize=(_WIDTH, (height + 0.35) * len(starts)))
+    figure = new_figure("none", figsize=(_WIDTH, (height + 0.35) * len(starts)))
     axes = figure.subplots(len(starts), 1, squeeze=False)[:, 0]
     figure.subplots_adjust(
         left=0.01,

@@ -3,10 +3,7 @@
 import numpy as np
 
 from keras_moe.evaluation import retrieval
-from tools.studies.held_out import (
-    kernel_ridge_embeddings,
-    nearest_caption_embeddings,
-)
+from tools.studies.held_out import kernel_ridge_embeddings, nearest_caption_embeddings
 
 
 def pixels(*values):
