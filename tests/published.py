@@ -266,13 +266,24 @@ def transformers_siglip(cls="SiglipModel"):
     return _transformers("Siglip", cls, {**_TEXT, "projection_size": 8}, _IMAGE)
 
 
-def transformers_dinov2(**options):
+def transformers_dinov2(registers=False, **options):
     """One of transformers' DINOv2 models."""
     import transformers
 
+    name = "Dinov2WithRegisters" if registers else "Dinov2"
     sizes = {k: x for k, x in _IMAGE.items() if k != "intermediate_size"}
-    config = transformers.Dinov2Config(**sizes, mlp_ratio=2, **options)
-    return torch_randomized(transformers.Dinov2Model(config))
+    config = getattr(transformers, f"{name}Config")
+    config = config(**sizes, **{"mlp_ratio": 2, **options})
+    return torch_randomized(getattr(transformers, f"{name}Model")(config))
+
+
+def transformers_dinov3(**options):
+    """One of transformers' DINOv3 models."""
+    import transformers
+
+    sizes = {**_IMAGE, "hidden_size": 16, "num_register_tokens": 3}
+    config = transformers.DINOv3ViTConfig(**sizes, **options)
+    return torch_randomized(transformers.DINOv3ViTModel(config))
 
 
 @contextlib.contextmanager

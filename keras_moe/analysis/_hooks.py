@@ -70,18 +70,21 @@ def recording(attention: Layer, weights: list[Tensor]) -> Layer:
 
     def call(tokens, context=None, mask=None, **arguments):
         # softmax(Q K^T / sqrt(key_dim)), the mean over heads.
-        query = attention.query_dense(tokens)
-        key = attention.key_dense(tokens if context is None else context)
-        if attention.query_key_norm is not None:
-            query, key = attention.query_norm(query), attention.key_norm(key)
+        query, key = attention.queries_and_keys(
+            tokens, tokens if context is None else context
+        )
         query, key = (ops.cast(x, "float32") for x in (query, key))
-        logits = ops.einsum("bnhd,bmhd->bhnm", query, key)
+        shared = attention.num_key_value_heads
+        split = (-1, query.shape[1], shared, attention.num_heads // shared)
+        query = ops.reshape(query, (*split, attention.key_dim))
+        logits = ops.einsum("bnkgd,bmkd->bkgnm", query, key)
         logits = logits / math.sqrt(attention.key_dim)
         if mask is not None:
             own = ops.reshape(mask, (-1, 1, *mask.shape[1:]))
             own = own if len(own.shape) == 4 else ops.expand_dims(own, 1)
-            logits = ops.where(ops.cast(own, "bool"), logits, -1e30)
-        weights.append(ops.mean(ops.softmax(logits), axis=1))
+            own = ops.expand_dims(ops.cast(own, "bool"), 1)
+            logits = ops.where(own, logits, -1e30)
+        weights.append(ops.mean(attention.weights_of(logits), axis=(1, 2)))
         return attention.call(tokens, context, mask, **arguments)
 
     return view(attention, call=call)

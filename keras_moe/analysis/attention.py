@@ -92,12 +92,13 @@ class _Rollout(keras.Model):
         self.encoder, self.built = _encoder(model), True
         backbone: Any = getattr(model, "backbone", model)
         self.grid = tuple(backbone.grid)
-        self.pooling = "average"
+        self.pooling, self.registers = "average", 0
         if getattr(backbone, "class_token", False):
             self.pooling = "class_token"
         for layer in flatten_layers(self.encoder):
             if layer.name in ("pooler", "image_pooler"):
                 self.pooling = getattr(layer, "pooling", "map")
+                self.registers = getattr(layer, "register_tokens", 0)
 
     def call(self, images):
         attention = []
@@ -110,10 +111,12 @@ class _Rollout(keras.Model):
             share = pooled[:, 0]
         else:
             row = np.ones(attention[0].shape[-1], "float32")
-            if self.pooling == "patch_average":
-                row[0] = 0.0
-            elif self.pooling != "average":
+            if self.pooling == "class_token":
                 row[1:] = 0.0
+            else:
+                first = self.registers + (self.pooling == "patch_average")
+                row[:first] = 0.0
+                row[first + 1 :] *= self.pooling != "first"
             row = ops.convert_to_tensor(row / row.sum())
             share = ops.zeros_like(attention[0][:, 0]) + row
         # One row of the product of (A + I) / 2, from the last block to the first.

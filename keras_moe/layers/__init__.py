@@ -19,12 +19,14 @@ from keras_moe.layers.normalization import LayerNorm, RMSNorm
 from keras_moe.layers.patch_embedding import (
     ClassToken,
     PatchEmbedding,
+    RegisterTokens,
     fold_channels,
     resize_patch_kernel,
 )
 from keras_moe.layers.pooling import AttentionPooling, MaskedPooling, TokenPooling
 from keras_moe.layers.position_embedding import (
     PositionEmbedding,
+    RotaryEmbedding2D,
     resize_positions,
     sincos_table,
 )
@@ -60,7 +62,9 @@ __all__ = [
     "PerExpert",
     "PositionEmbedding",
     "RMSNorm",
+    "RegisterTokens",
     "ReversibleTokenEmbedding",
+    "RotaryEmbedding2D",
     "TextPositions",
     "TokenEmbedding",
     "TokenMLP",

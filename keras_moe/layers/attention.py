@@ -102,14 +102,19 @@ class Attention(Layer):
             `num_heads`; None for `num_heads`.
         positions: layer that rotates queries and keys (B, N, heads, key_dim) by their
             `positions`, such as `keras_hub.layers.RotaryEmbedding`; None for none.
-        query_key_norm: `"layer"` or `"rms"` to normalise queries and keys per head, as
-            in ViT-22B, before they are rotated; None for no norm.
+        query_key_norm: `"layer"`, `"rms"` or `"plain_rms"` (without a scale) to
+            normalise queries and keys per head, as in ViT-22B, before they are rotated;
+            None for no norm.
         causal: whether tokens attend only to themselves and earlier tokens. A `mask` of
             `CausalMask` needs no `causal=True`.
         query_key_norm_bias: whether a layer norm has an offset, as in timm.
         layer_norm_epsilon: epsilon of the norms.
         dropout: dropout rate on the attention weights.
         use_bias: whether the projections have biases.
+        key_bias: whether keys have one, too; DINOv3's do not.
+        sinks: whether each head has a learned logit that takes part in the softmax and
+            adds nothing, so that a head may attend to no token: its output is times
+            sigmoid(logsumexp(logits) - sink).
         kernel_initializer: initializer of the projections; None for the Glorot uniform
             initializer of a matrix (D, D).
         seed: seed of the dropout.
@@ -152,6 +157,8 @@ class Attention(Layer):
         layer_norm_epsilon: float = 1e-6,
         dropout: float = 0.0,
         use_bias: bool = True,
+        key_bias: bool = True,
+        sinks: bool = False,
         kernel_initializer: Initializer | None = None,
         seed: int | None = None,
         **kwargs,
@@ -181,6 +188,8 @@ class Attention(Layer):
         self.layer_norm_epsilon = layer_norm_epsilon
         self.dropout = check_dropout("dropout", dropout)
         self.use_bias = check_bool("use_bias", use_bias)
+        self.key_bias = check_bool("key_bias", key_bias)
+        self.sinks = check_bool("sinks", sinks)
         self.seed = check_seed("seed", seed)
         if kernel_initializer is None:
             # Keras would count the heads of a kernel as a receptive field.
@@ -211,21 +220,29 @@ class Attention(Layer):
         shared = (self.num_key_value_heads, self.key_dim)
         into, out_of = ("abc,cde->abde", "de"), ("abde,dec->abc", "c")
         self.query_dense = self._dense("query", *into, (dim,), heads)
-        self.key_dense = self._dense("key", *into, (context_dim,), shared)
+        self.key_dense = self._dense(
+            "key", *into, (context_dim,), shared, self.key_bias
+        )
         self.value_dense = self._dense("value", *into, (context_dim,), shared)
         self.output_dense = self._dense("attention_output", *out_of, heads, (dim,))
         if self.query_key_norm is not None:
             self.query_norm.build((None, None, *heads))
             self.key_norm.build((None, None, *shared))
+        if self.positions is not None and not self.positions.built:
+            self.positions.build((None, None, *heads))
+        if self.sinks:
+            self.sink_logits = self.add_weight(
+                name="sinks", shape=heads[:1], initializer="zeros", autocast=False
+            )
 
-    def _dense(self, name, equation, bias_axes, inputs, outputs):
+    def _dense(self, name, equation, bias_axes, inputs, outputs, has_bias=True):
         dense = projection(
             self,
             keras.layers.EinsumDense,
             name,
             equation,
             output_shape=(None, *outputs),
-            bias_axes=bias_axes if self.use_bias else None,
+            bias_axes=bias_axes if self.use_bias and has_bias else None,
             kernel=self.kernel_initializer.clone(),
             bias="zeros",
         )
@@ -244,14 +261,8 @@ class Attention(Layer):
         training: bool | None = None,
     ) -> Any:
         context = tokens if context is None else context
-        query = inner_call(self.query_dense, tokens)
-        key = inner_call(self.key_dense, context)
+        query, key = self.queries_and_keys(tokens, context, positions)
         value = inner_call(self.value_dense, context)
-        if self.query_key_norm is not None:
-            query = inner_call(self.query_norm, query)
-            key = inner_call(self.key_norm, key)
-        if self.positions is not None:
-            query, key = (self.positions(x, positions=positions) for x in (query, key))
         if cache is not None:
             key, value = (
                 ops.slice_update(old, (0, start, 0, 0), ops.cast(new, old.dtype))
@@ -268,6 +279,19 @@ class Attention(Layer):
         attended = self._attend(query, key, value, mask, by_pair, training)
         outputs = inner_call(self.output_dense, attended)
         return outputs if cache is None else (outputs, (key, value))
+
+    def queries_and_keys(
+        self, tokens: Tensor, context: Tensor, positions: Tensor | None = None
+    ) -> tuple[Any, Any]:
+        """Queries (B, N, heads, key_dim) and keys (B, M, ...), normed and rotated."""
+        query = inner_call(self.query_dense, tokens)
+        key = inner_call(self.key_dense, context)
+        if self.query_key_norm is not None:
+            query = inner_call(self.query_norm, query)
+            key = inner_call(self.key_norm, key)
+        if self.positions is not None:
+            query, key = (self.positions(x, positions=positions) for x in (query, key))
+        return query, key
 
     def _pairs(self, query, key, mask, start):
         """The pairs of tokens that attend, (B, N, M), (B, 1, M), (1, N, M) or None."""
@@ -291,6 +315,7 @@ class Attention(Layer):
         # Without a kernel of ours, Keras's form scales logits, and the one below scales
         # queries: language models, whose masks are of pairs, keep to the latter.
         has_form = has_own_attention(query) or not by_pair
+        has_form = has_form and not self.sinks
         if has_form and not (training and self.dropout) and (groups == 1 or is_torch):
             if groups > 1:
                 key, value = (ops.repeat(x, groups, axis=2) for x in (key, value))
@@ -311,11 +336,20 @@ class Attention(Layer):
         logits = ops.cast(ops.einsum("bnkgd,bmkd->bkgnm", query, key), "float32")
         if mask is not None:
             logits = ops.where(ops.expand_dims(mask, (1, 2)), logits, -1e30)
-        weights = ops.cast(ops.softmax(logits, axis=-1), value.dtype)
+        weights = ops.cast(self.weights_of(logits), value.dtype)
         weights = dropped_out(self.dropout_layer, weights, training)
         outputs = ops.einsum("bkgnm,bmkd->bnkgd", weights, value)
         outputs = ops.cast(outputs, self.compute_dtype)
         return ops.reshape(outputs, (-1, num_queries, self.num_heads, self.key_dim))
+
+    def weights_of(self, logits: Tensor) -> Any:
+        """The softmax of logits (B, heads of keys, queries of each, N, M)."""
+        if not self.sinks:
+            return ops.softmax(logits, axis=-1)
+        # A sink is one more logit, whose weight multiplies nothing.
+        sinks = ops.reshape(self.sink_logits, (*logits.shape[1:3], 1, 1))
+        sinks = ops.broadcast_to(sinks, (*ops.shape(logits)[:-1], 1))
+        return ops.softmax(ops.concatenate([logits, sinks], axis=-1))[..., :-1]
 
     def compute_mask(self, tokens, previous_mask=None):
         # `mask` is of the keys.
@@ -331,11 +365,13 @@ class Attention(Layer):
         for name in ("query", "key", "value"):
             heads = self.num_heads if name == "query" else self.num_key_value_heads
             shapes[f"{name}/kernel"] = (dim, heads, self.key_dim)
-            if self.use_bias:
+            if self.use_bias and (self.key_bias or name != "key"):
                 shapes[f"{name}/bias"] = (heads, self.key_dim)
         shapes["attention_output/kernel"] = (self.num_heads, self.key_dim, dim)
         if self.use_bias:
             shapes["attention_output/bias"] = (dim,)
+        if self.sinks:
+            shapes["sinks"] = (self.num_heads,)
         if self.query_key_norm is not None:
             for norm in (self.query_norm, self.key_norm):
                 in_head = norm.weight_shapes((num_tokens, self.key_dim))

@@ -3,15 +3,16 @@
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
-from keras_moe._checks import check_one_of, check_positive
+from keras_moe._checks import check_bool, check_one_of, check_positive
 from keras_moe._types import Tensor
 from keras_moe.layers._layer import Layer
 from keras_moe.ops._nn import is_bfloat16_on_tpus
 from keras_moe.ops._primitives import custom_gradient
 
-NORMS = ("layer", "rms")
+NORMS = ("layer", "rms", "plain_rms")
 
 
 def _moments(x, once):
@@ -120,6 +121,7 @@ class RMSNorm(_Norm):
 
     Args:
         epsilon: added to the mean square; 1e-6 in LLaMA.
+        has_scale: whether each channel has a learned factor.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Reference: *Root Mean Square Layer Normalization*.
@@ -133,27 +135,38 @@ class RMSNorm(_Norm):
     [1.2, 1.6, 0.0, 0.0]
     """
 
+    def __init__(self, epsilon: float = 1e-6, has_scale: bool = True, **kwargs):
+        super().__init__(epsilon, **kwargs)
+        self.has_scale = check_bool("has_scale", has_scale)
+
     def build(self, input_shape):
-        self.scale = self.add_weight(
-            name="scale", shape=(input_shape[-1],), initializer="ones", autocast=False
-        )
+        self.scale = None
+        if self.has_scale:
+            shape = (input_shape[-1],)
+            self.scale = self.add_weight(
+                name="scale", shape=shape, initializer="ones", autocast=False
+            )
 
     def call(self, inputs: Tensor) -> Tensor:
-        scale = ops.cast(self.scale, "float32")
+        scale = None if self.scale is None else ops.cast(self.scale, "float32")
         outputs = ops.rms_normalization(
             ops.cast(inputs, "float32"), scale, axis=-1, epsilon=self.epsilon
         )
         return ops.cast(outputs, self.compute_dtype)
 
     def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
-        return {"scale": (shape[-1],)}
+        return {"scale": (shape[-1],)} if self.has_scale else {}
 
 
 def norm_layer(
     norm: str, epsilon: float, use_bias: bool = True, **kwargs: Any
 ) -> LayerNorm | RMSNorm:
-    """Creates a `"layer"` or `"rms"` norm; `use_bias` is for the former."""
+    """Creates a norm by name; `use_bias` is for layer norms."""
     check_one_of("norm", norm, NORMS)
+    if norm == "plain_rms":
+        # PyTorch's default, which SigLino relies on.
+        epsilon = float(np.finfo("float32").eps)
+        return RMSNorm(epsilon, has_scale=False, **kwargs)
     if norm == "rms":
         return RMSNorm(epsilon, **kwargs)
     return LayerNorm(epsilon, center=use_bias, **kwargs)

@@ -257,3 +257,50 @@ class ClassToken(Layer):
 
     def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return {"token": (1, 1, shape[-1])}
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class RegisterTokens(Layer):
+    """Inserts learned tokens that carry no patch, behind the class token if any.
+
+    Args:
+        count: number of registers.
+        index: where the first one goes: 1 behind a class token, else 0.
+        **kwargs: arguments of `keras.layers.Layer`.
+
+    Input shape: (B, N, D). Output shape: (B, N + count, D).
+
+    Reference: *Vision Transformers Need Registers*.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import RegisterTokens
+    >>> tuple(RegisterTokens(4)(np.ones((2, 5, 8), "float32")).shape)
+    (2, 9, 8)
+    """
+
+    def __init__(self, count: int, index: int = 1, **kwargs):
+        super().__init__(**kwargs)
+        self.count = check_integer("count", count)
+        self.index = check_integer("index", index, minimum=0)
+
+    def build(self, input_shape):
+        self.tokens = self.add_weight(
+            name="tokens",
+            shape=(1, self.count, input_shape[-1]),
+            initializer=keras.initializers.RandomNormal(stddev=0.02),
+        )
+
+    def call(self, tokens: Tensor) -> Tensor:
+        shape = (ops.shape(tokens)[0], self.count, tokens.shape[-1])
+        registers = ops.broadcast_to(self.tokens, shape)
+        parts = [tokens[:, : self.index], registers, tokens[:, self.index :]]
+        return ops.concatenate(parts, axis=1)
+
+    def compute_output_shape(self, input_shape):
+        batch, num_tokens, dim = input_shape
+        return (batch, None if num_tokens is None else num_tokens + self.count, dim)
+
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
+        return {"tokens": (1, self.count, shape[-1])}

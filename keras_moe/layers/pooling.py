@@ -13,6 +13,7 @@ from keras_moe._checks import (
     check_mask,
     check_one_of,
     head_size,
+    unfit,
 )
 from keras_moe._types import Activation, Config, DType, Tensor
 from keras_moe.layers import activations
@@ -44,6 +45,7 @@ class TokenPooling(_Pooling):
         pooling: `"class_token"` (the first token, if there is a class token), `"first"`
             (the first patch, if there is none), `"average"`, or `"patch_average"` (all
             tokens but the first).
+        register_tokens: number of registers behind the class token, which take no part.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Input shape: (B, N, D).
@@ -59,16 +61,18 @@ class TokenPooling(_Pooling):
     2.0
     """
 
-    def __init__(self, pooling: str, **kwargs):
+    def __init__(self, pooling: str, register_tokens: int = 0, **kwargs):
         super().__init__(**kwargs)
         self.pooling = check_one_of("pooling", pooling, TOKEN_POOLINGS)
+        self.register_tokens = check_integer(
+            "register_tokens", register_tokens, minimum=0
+        )
 
     def call(self, tokens: Tensor) -> Tensor:
-        if self.pooling in ("class_token", "first"):
+        if self.pooling == "class_token":
             return tokens[:, 0]
-        if self.pooling == "patch_average":
-            tokens = tokens[:, 1:]
-        return ops.mean(tokens, axis=1)
+        tokens = tokens[:, self.register_tokens + (self.pooling == "patch_average") :]
+        return tokens[:, 0] if self.pooling == "first" else ops.mean(tokens, axis=1)
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -307,9 +311,15 @@ def pooling_layer(
             "Expected pooling='map' with pooling_query_key_norm; received: "
             f"pooling={pooling!r}, pooling_query_key_norm={query_key_norm!r}"
         )
+    registers = config.get("register_tokens", 0)
+    if registers and pooling == "average" and config.get("class_token"):
+        raise unfit(
+            "pooling='class_token' or 'patch_average' with a class token and registers",
+            pooling=pooling,
+        )
     if pooling != "map":
-        return TokenPooling(pooling, dtype=dtype, name="pooler")
-    normalizes = config.get("query_key_norm", False)
+        return TokenPooling(pooling, registers, dtype=dtype, name="pooler")
+    normalizes = bool(config.get("query_key_norm", False))
     if query_key_norm is not None:
         normalizes = query_key_norm
     return AttentionPooling(

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 
 import keras
 import numpy as np
+from keras import ops
 
-from keras_moe._checks import check_one_of, check_pair
+from keras_moe._checks import check_one_of, check_pair, check_positive, unfit
 from keras_moe._types import Tensor
 from keras_moe.layers._layer import Layer
 
 KINDS = ("learned", "sincos")
+ROTARY_KINDS = ("axial", "golden")
 INTERPOLATIONS = ("bilinear", "bicubic")
 
 
@@ -170,6 +172,122 @@ class PositionEmbedding(Layer):
 
     def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return {"embedding": (1, *shape)} if self.kind == "learned" else {}
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class RotaryEmbedding2D(Layer):
+    """Rotates queries or keys of patches by their place in the image.
+
+    Tokens before the patches, such as the class token and registers, stay as they are.
+    Nothing depends on the number of patches, so that images may have any size.
+
+    With `kind="axial"`, as in DINOv3, a patch with centre (y, x) in [-1, 1] has angles
+    `2 pi y w` and `2 pi x w` for the frequencies `w = base^(-4 i / key_dim)`, each of
+    which rotates two numbers half a head apart. With `kind="golden"`, as in SigLino,
+    the second half of a head rotates in pairs of neighbours by angles `f . (y, x)`, for
+    a vector f of each head and pair, in the ratio of the image's sides: y is within
+    sqrt(rows / columns), x within sqrt(columns / rows). These vectors are a weight that
+    is not trained, since published models store it.
+
+    Args:
+        grid: number of patches down and across.
+        kind: `"axial"` or `"golden"`.
+        base: base of the axial frequencies.
+        max_frequency: largest length of a golden vector; the smallest is 1.
+        **kwargs: arguments of `keras.layers.Layer`.
+
+    Input shape: (B, N, heads, key_dim), with the patches last, and key_dim a multiple
+    of 4. Output shape: the same.
+
+    Reference: *DINOv3*, section 3.2; *RoFormer*; Jerry Xiong, *On n-dimensional rotary
+    positional embeddings*, for golden directions.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import RotaryEmbedding2D
+    >>> x = np.ones((1, 5, 2, 4), "float32")
+    >>> rotated = np.array(RotaryEmbedding2D((2, 2))(x))
+    >>> bool((rotated[:, 0] == 1).all()), rotated.shape
+    (True, (1, 5, 2, 4))
+    """
+
+    def __init__(
+        self,
+        grid: int | Sequence[int],
+        kind: str = "axial",
+        base: float = 100.0,
+        max_frequency: float = 20.0,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.grid = check_pair("grid", grid)
+        self.kind = check_one_of("kind", kind, ROTARY_KINDS)
+        self.base = check_positive("base", base)
+        self.max_frequency = check_positive("max_frequency", max_frequency)
+        self.supports_masking = True
+
+    def build(self, input_shape):
+        heads, key_dim = input_shape[-2:]
+        if key_dim % 4:
+            raise unfit("heads whose size 4 divides", key_dim=key_dim)
+        if self.kind == "golden":
+            self.frequencies = self.add_weight(
+                name="frequencies",
+                shape=(heads, key_dim // 4, 2),
+                initializer=self._golden,
+                trainable=False,
+                autocast=False,
+            )
+
+    def _golden(self, shape, dtype=None):
+        heads, count, _ = shape
+        lengths = self.max_frequency ** np.linspace(0.0, 1.0, count)
+        # Directions over the half circle that no two share, whatever their number.
+        turns = np.arange(heads * count).reshape(heads, count) * (5**0.5 - 1) / 2
+        angles = np.pi * (turns % 1.0)
+        vectors = np.stack([np.cos(angles), np.sin(angles)], -1) * lengths[:, None]
+        return ops.convert_to_tensor(vectors.astype("float32"))
+
+    def _angles(self, key_dim):
+        """Angles (N, heads or 1, pairs) of the grid's patches, row by row."""
+        rows, columns = self.grid
+        if self.kind == "axial":
+            y, x = ((np.arange(n) + 0.5) / n * 2 - 1 for n in self.grid)
+        else:
+            ratio = (rows / columns) ** 0.5
+            y, x = (
+                limit * (2 * np.arange(n) / max(n - 1, 1) - 1)
+                for n, limit in ((rows, ratio), (columns, 1 / ratio))
+            )
+        places = np.stack(np.meshgrid(y, x, indexing="ij"), -1).reshape(-1, 2)
+        if self.kind == "golden":
+            places = ops.convert_to_tensor(places.astype("float32"))
+            return ops.einsum("np,hfp->nhf", places, self.frequencies)
+        frequencies = self.base ** -(np.arange(0, key_dim, 4) / key_dim)
+        angles = 2 * np.pi * places[:, :, None] * frequencies
+        angles = angles.reshape(len(places), 1, key_dim // 2)
+        return ops.convert_to_tensor(angles.astype("float32"))
+
+    def call(self, x: Tensor, positions: None = None) -> Tensor:
+        key_dim, first = x.shape[-1], x.shape[1] - self.grid[0] * self.grid[1]
+        patches = ops.cast(x[:, first:], "float32")
+        angles = self._angles(key_dim)
+        cos, sin = ops.cos(angles), ops.sin(angles)
+        if self.kind == "axial":
+            # (a, b) -> (a cos - b sin, b cos + a sin), a and b half a head apart.
+            a, b = patches[..., : key_dim // 2], patches[..., key_dim // 2 :]
+            rotated = ops.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        else:
+            kept, turned = patches[..., : key_dim // 2], patches[..., key_dim // 2 :]
+            a, b = turned[..., 0::2], turned[..., 1::2]
+            pairs = ops.stack([a * cos - b * sin, a * sin + b * cos], axis=-1)
+            shape = (-1, *turned.shape[1:])
+            rotated = ops.concatenate([kept, ops.reshape(pairs, shape)], axis=-1)
+        return ops.concatenate([x[:, :first], ops.cast(rotated, x.dtype)], axis=1)
+
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
+        return {}
 
 
 # Interpolation along one axis as matrices: new = weights (new, old) @ old. `start` and

@@ -47,7 +47,8 @@ class TowerConfig:
         stochastic_depth: drop rate of the last block; rates grow linearly from 0.
         layer_norm_epsilon: epsilon of all normalisations.
         layer_scale_initial_value: initial value of each `LayerScale`; None for none.
-        norm: `"layer"` or `"rms"` normalisation in the blocks and after them.
+        norm: `"layer"`, `"rms"` or `"plain_rms"` normalisation in the blocks and after
+            them; the last has no parameters in the blocks.
         gated_mlp: whether dense feed-forward layers are gated, as in LLaMA.
         use_bias: whether attention, dense MLPs and the blocks' layer norms have biases.
             Experts have `expert_use_bias`.

@@ -45,14 +45,14 @@ def traced(backbone, pixels):
     )
 
 
-def rows_of(pooling, count, pooler=None, tokens=None):
+def rows_of(pooling, count, pooler, tokens, registers=0):
     """Weights of the tokens in the embedding, (1 or B, 1, N)."""
     if pooling == "map":
         probe = np.repeat(numpy(pooler.probe), len(tokens), axis=0)
         return attention(pooler.attention, probe.astype("float32"), tokens)
     row = np.ones(count)
     if pooling == "patch_average":
-        row[0] = 0
+        row[: 1 + registers] = 0
     elif pooling != "average":
         row[1:] = 0
     return row[None, None] / row.sum()
@@ -64,6 +64,7 @@ def rows_of(pooling, count, pooler=None, tokens=None):
     [
         ("class_token", {"query_key_norm": True}),
         ("patch_average", {}),
+        ("patch_average", {"register_tokens": 2}),
         ("average", {"class_token": False}),
         ("map", {"query_key_norm": True, "class_token": False}),
     ],
@@ -74,7 +75,8 @@ def test_rollout_is_the_product_of_attention(pooling, fields):
     before = model.predict(pixels, verbose=0)
     maps = attention_rollout(model, pixels, batch_size=2)
     *inputs, outputs = traced(backbone, pixels)
-    row = rows_of(pooling, outputs.shape[1], model.pooler, outputs)
+    registers = fields.get("register_tokens", 0)
+    row = rows_of(pooling, outputs.shape[1], model.pooler, outputs, registers)
     blocks = [backbone.get_layer(name) for name in backbone.block_names]
     expected = expected_rollout(blocks, inputs, row, GRID)
     np.testing.assert_allclose(maps, expected, rtol=2e-4, atol=1e-6)
@@ -124,7 +126,9 @@ def test_image_towers_of_pairs():
     blocks = [backbone.get_layer(f"block_{index}") for index in range(2)]
     # Patches come before the words, and attend to each other alone.
     inputs = [tokens[:, :4] for tokens in inputs]
-    expected = expected_rollout(blocks, inputs, rows_of("average", 4), (2, 2))
+    expected = expected_rollout(
+        blocks, inputs, rows_of("average", 4, None, None), (2, 2)
+    )
     np.testing.assert_allclose(attention_rollout(limoe, pixels), expected, rtol=2e-4)
 
     image = {**IMAGE, **MOE, "num_selected_experts": 1, "class_token": False}

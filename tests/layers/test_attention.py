@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_moe.layers import Attention, CausalMask
+from keras_moe.layers import Attention, CausalMask, RotaryEmbedding2D
 from tests.calls import compiled
 from tests.compare import assert_close, assert_same
 
@@ -142,3 +142,82 @@ def test_tpus_have_a_kernel_for_it(monkeypatch):
     full(tokens(), **arguments, training=True)
     attention(dtype="mixed_bfloat16")(tokens(), **arguments)
     assert called == [1]
+
+
+@pytest.mark.every_backend
+def test_a_sink_scales_what_a_head_says():
+    """By sigmoid(logsumexp of the logits - sink), as SigLino computes it."""
+    options = {"query_key_norm": "plain_rms", "query_key_norm_bias": False}
+    plain, layer = attention(**options), attention(sinks=True, **options)
+    for each in (plain, layer):
+        each.build((2, 6, 8))
+    for name in ("query_dense", "key_dense", "value_dense", "output_dense"):
+        getattr(layer, name).kernel.assign(getattr(plain, name).kernel)
+    x, mask = tokens(), np.arange(12).reshape(2, 6) < 10
+    layer.sink_logits.assign([-1e9] * 4)
+    assert_close(layer(x, mask=mask), plain(x, mask=mask), 1e-5, 1e-6)
+    sinks = np.array([-1.0, 0.0, 1.0, 2.0], "float32")
+    layer.sink_logits.assign(sinks)
+
+    def numpy(dense):
+        return np.einsum("bnd,dhk->bnhk", x, ops.convert_to_numpy(dense.kernel))
+
+    def unit(x):
+        return x / np.sqrt((x * x).mean(axis=-1, keepdims=True))
+
+    query, key = unit(numpy(layer.query_dense)), unit(numpy(layer.key_dense))
+    key, value = (np.repeat(z, 2, axis=2) for z in (key, numpy(layer.value_dense)))
+    logits = np.einsum("bnhk,bmhk->bhnm", query, key) / 2**0.5
+    logits = np.where(mask[:, None, None], logits, -np.inf)
+    weights = np.exp(logits)
+    total = weights.sum(axis=-1)
+    heads = np.einsum("bhnm,bmhk->bhnk", weights / total[..., None], value)
+    heads *= 1 / (1 + np.exp(sinks[:, None] - np.log(total)))[..., None]
+    kernel = ops.convert_to_numpy(layer.output_dense.kernel)
+    expected = np.einsum("bhnk,hkd->bnd", heads, kernel)
+    assert_close(layer(x, mask=mask), expected, 1e-4, 1e-5)
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("kind", ["axial", "golden"])
+def test_rotated_products_depend_on_distances(kind):
+    """Of one vector at all places: a product is that of any pair as far apart."""
+    layer = RotaryEmbedding2D((3, 4), kind, base=7.0)
+    vector = np.random.default_rng(0).normal(size=(1, 1, 2, 8)).astype("float32")
+    x = np.repeat(vector, 3 + 12, axis=1)
+    rotated = ops.convert_to_numpy(layer(x))
+    assert_same(rotated[:, :3], x[:, :3])
+    norms = np.linalg.norm(rotated, axis=-1)
+    assert_close(norms, np.repeat(norms[:, :1], 15, axis=1), 1e-5)
+    patches = rotated[0, 3:].reshape(3, 4, 2, 8)
+    products = np.einsum("rchk,sdhk->rcsdh", patches, patches)
+    for down, across in ((0, 1), (1, 0), (1, 2), (2, 1)):
+        pairs = [
+            products[r, c, r + down, c + across]
+            for r in range(3 - down)
+            for c in range(4 - across)
+        ]
+        assert_close(np.stack(pairs), np.repeat(pairs[:1], len(pairs), 0), 1e-4, 1e-5)
+    assert np.abs(products[0, 0, 0, 1] - products[0, 0, 0, 0]).max() > 1e-3
+    again = RotaryEmbedding2D.from_config(json.loads(json.dumps(layer.get_config())))
+    assert_same(again(x), rotated)
+
+
+def test_axial_angles_by_hand():
+    """2 x 1 patches at y = -1/2 and 1/2 and x = 0, frequencies 1 and 1/10 of each."""
+    x = np.zeros((1, 2, 1, 8), "float32")
+    x[..., :4] = 1.0
+    rotated = ops.convert_to_numpy(RotaryEmbedding2D((2, 1), base=100.0)(x))[0, :, 0]
+    angles = np.array([[-np.pi, -np.pi / 10, 0, 0], [np.pi, np.pi / 10, 0, 0]])
+    assert_close(rotated[:, :4], np.cos(angles), atol=1e-6)
+    assert_close(rotated[:, 4:], np.sin(angles), atol=1e-6)
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: RotaryEmbedding2D((2, 2), "spiral"), "kind='spiral'"),
+    (lambda: RotaryEmbedding2D((2, 2))(np.ones((1, 4, 1, 6), "f")), "key_dim=6"),
+    (lambda: attention(sinks=1), "sinks=1"),
+])  # fmt: skip
+def test_bad_options(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

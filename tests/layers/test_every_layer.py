@@ -67,6 +67,7 @@ ARGUMENTS = {
         "grid": (2, 3), "kind": "learned", "interpolation": "bicubic",
     }),
     "RMSNorm": (layers.RMSNorm, {"epsilon": 1e-3}),
+    "RegisterTokens": (layers.RegisterTokens, {"count": 2, "index": 0}),
     "ReversibleTokenEmbedding": (layers.ReversibleTokenEmbedding, {
         "vocabulary_size": 5, "hidden_dim": D, "tied": False,
     }),
@@ -79,7 +80,11 @@ ARGUMENTS = {
     "TokenMLP": (layers.TokenMLP, {
         "mlp_dim": 5, "activation": "relu", "dropout": 0.1, "seed": 2,
     }),
-    "TokenPooling": (layers.TokenPooling, {"pooling": "average"}),
+    "TokenPooling": (layers.TokenPooling, {"pooling": "average", "register_tokens": 2}),
+    "Attention with sinks": (layers.Attention, {
+        "num_heads": 2, "key_dim": D, "num_key_value_heads": 1, "key_bias": False,
+        "sinks": True, "query_key_norm": "plain_rms",
+    }),
     "TokenChoiceRouter": (routers.TokenChoiceRouter, {
         "num_experts": E, **TOKENS_CHOOSE,
     }),
@@ -289,6 +294,7 @@ COUNTED = {
     ),
     "fixed PositionEmbedding": lambda: layers.PositionEmbedding((2, 3), kind="sincos"),
     "plain LayerNorm": layers.LayerNorm,
+    "RMSNorm without a scale": lambda: layers.RMSNorm(has_scale=False),
     "vocabulary of 20": lambda: layers.TokenEmbedding(20, D),
     "LogitScale": lambda: layers.LogitScale(bias=-1.0),
 }
@@ -359,8 +365,9 @@ def test_every_public_layer_is_checked():
         for cls in (getattr(module, name) for name in module.__all__)
         if isinstance(cls, type) and issubclass(cls, keras.layers.Layer)
     }
-    # Base classes, and one without weights that returns a mask.
+    # Base classes, one without weights that returns a mask, and one that takes heads.
     public -= {routers.Router, routers.SparseRouter, layers.CausalMask}
+    public -= {layers.RotaryEmbedding2D}
     assert public == {type(make()) for make in (*MAKERS.values(), *COUNTED.values())}
     # These take weights beside their input: an MoE layer and MuMoE have them.
     public -= {layers.ZeroComputationExperts, layers.MultilinearExperts}

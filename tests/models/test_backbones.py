@@ -86,24 +86,28 @@ OF_DECODERS = {
     "zero_experts": 1, "gating_residual": "every_block",
 }  # fmt: skip
 OF_IMAGES = {**SIZES, **BLOCKS, "patch_size": (4, 2)}
-OF_TEXTS = {**pair_models.TEXT, **BLOCKS, "query_key_norm_bias": True}
+OF_ATTENTION = {
+    "attention_dropout": 0.2, "query_key_norm": True, "query_key_norm_bias": True,
+    "head_dim": 4, "num_key_value_heads": 1, "key_bias": False, "attention_sinks": True,
+}  # fmt: skip
+OF_TEXTS = {**pair_models.TEXT, **BLOCKS, **OF_ATTENTION}
 NOT_DEFAULT = {
     "vit": {
-        **OF_IMAGES, "num_heads": 2, "class_token": False, "final_norm": False,
-        "position_embedding": "sincos", "position_interpolation": "bicubic",
-        "embedding_norm": True, "query_key_norm": True, "query_key_norm_bias": True,
-        "attention_dropout": 0.2,
+        **OF_IMAGES, **OF_ATTENTION, "num_heads": 2, "class_token": False,
+        "final_norm": False, "position_embedding": "rotary_2d", "rotary_base": 7.0,
+        "position_interpolation": "bicubic", "embedding_norm": True,
+        "register_tokens": 2,
     },
     "mixer": {**OF_IMAGES, "token_mlp_dim": 6, "token_mixer": "mlp"},
     "text": {
-        **OF_TEXTS, "attention_dropout": 0.2, "query_key_norm": True, "causal": False,
+        **OF_TEXTS, "causal": False,
         "final_norm": False, "pooling": "end_of_text", "end_of_text_id": 19,
         "mask_padding": False, "projection_dim": 4, "projection_bias": True,
     },
     "decoder": {
-        **OF_TEXTS, "attention_dropout": 0.2, "query_key_norm": True,
+        **OF_TEXTS,
         "gated_mlp": False, "norm": "layer", "use_bias": True, "initialization": "gpt2",
-        "num_key_value_heads": 1, "positions": "learned", "rope_scaling": 2.0,
+        "positions": "learned", "rope_scaling": 2.0,
         "rope_theta": 500.0, "tied_embeddings": True,
     },
 }  # fmt: skip

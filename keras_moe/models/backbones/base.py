@@ -304,16 +304,21 @@ class ImageBackbone(MoEBackbone):
         """Symbolic features by name, for `keras.Model(backbone.input, ...)`.
 
         In addition to those of `MoEBackbone`: `"tokens"` (B, N, D), `"pooled"` (B, D),
-        the class token or average, and `"grid"` (B, rows, columns, D), the patches.
+        the class token or average, `"grid"` (B, rows, columns, D), the patches, and
+        `"registers"` (B, count, D) if there are some.
         """
-        tokens, has_class_token = self.output, self.class_token
-        patches = tokens[:, 1:] if has_class_token else tokens
-        return {
+        tokens, registers = self.output, getattr(self.config, "register_tokens", 0)
+        first = int(self.class_token) + registers
+        patches = tokens[:, first:] if first else tokens
+        pooled = tokens[:, 0] if self.class_token else ops.mean(patches, axis=1)
+        features = {
             "tokens": tokens,
-            "pooled": tokens[:, 0] if has_class_token else ops.mean(tokens, axis=1),
+            "pooled": pooled,
             "grid": ops.reshape(patches, (-1, *self.grid, self.hidden_dim)),
-            **self._block_tokens,
         }
+        if registers:
+            features["registers"] = tokens[:, first - registers : first]
+        return {**features, **self._block_tokens}
 
     @classmethod
     def describe_parts(cls, **config) -> tuple[list[Part], int, int]:

@@ -5,9 +5,17 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
 
-from keras_moe._checks import check_bool, check_image_shape, check_integer, head_size
+from keras_moe._checks import (
+    check_bool,
+    check_image_shape,
+    check_integer,
+    check_one_of,
+    head_size,
+)
 from keras_moe._types import DType
 from keras_moe.layers import Attention, TowerConfig, TowerSpec
+from keras_moe.layers.attention import check_key_value_heads
+from keras_moe.layers.normalization import NORMS
 
 P = ParamSpec("P")
 
@@ -51,9 +59,14 @@ class TransformerConfig(TowerConfig, ModelArguments):
     """Arguments of a transformer encoder.
 
     Args:
-        num_heads: number of attention heads; must divide D.
+        num_heads: number of attention heads.
         attention_dropout: dropout rate on attention weights.
-        query_key_norm: whether to normalise queries and keys per head, as in Soft MoE.
+        head_dim: size of a head; None for D / num_heads, which must be whole.
+        num_key_value_heads: heads of keys and values; None for `num_heads`.
+        key_bias: whether keys have a bias where queries do; DINOv3's have none.
+        attention_sinks: whether heads may attend to nothing; see `Attention`.
+        query_key_norm: whether to normalise queries and keys per head, as in Soft MoE;
+            or the name of a norm, such as `"plain_rms"` in SigLino.
         query_key_norm_bias: whether that norm has an offset, as in timm's `qk_norm`.
         **kwargs: arguments of `keras_moe.layers.TowerConfig`.
 
@@ -66,21 +79,32 @@ class TransformerConfig(TowerConfig, ModelArguments):
 
     num_heads: int = 12
     attention_dropout: float = 0.0
-    query_key_norm: bool = False
+    head_dim: int | None = None
+    num_key_value_heads: int | None = None
+    key_bias: bool = True
+    attention_sinks: bool = False
+    query_key_norm: bool | str = False
     query_key_norm_bias: bool = False
 
     def __post_init__(self):
         super().__post_init__()
-        head_size(self.num_heads, self.hidden_dim)
-        for name in ("query_key_norm", "query_key_norm_bias"):
+        if check_integer("head_dim", self.head_dim, optional=True) is None:
+            head_size(self.num_heads, self.hidden_dim)
+        check_key_value_heads(self.num_key_value_heads, self.num_heads)
+        for name in ("query_key_norm_bias", "key_bias", "attention_sinks"):
             check_bool(name, getattr(self, name))
+        check_one_of("query_key_norm", self.query_key_norm, (False, True, *NORMS))
 
     def attention(self, spec: TowerSpec, index: int, **arguments: Any) -> Attention:
         """Creates the attention layer of a block, unbuilt."""
-        arguments.setdefault("query_key_norm", "layer" if self.query_key_norm else None)
+        norm = "layer" if self.query_key_norm is True else self.query_key_norm or None
+        arguments.setdefault("query_key_norm", norm)
         return Attention(
             self.num_heads,
-            head_size(self.num_heads, self.hidden_dim),
+            self.head_dim or head_size(self.num_heads, self.hidden_dim),
+            self.num_key_value_heads,
+            key_bias=self.key_bias,
+            sinks=self.attention_sinks,
             query_key_norm_bias=self.query_key_norm_bias,
             layer_norm_epsilon=self.layer_norm_epsilon,
             dropout=self.attention_dropout,

@@ -27,7 +27,6 @@ from keras_moe.layers import (
     TextPositions,
     TowerSpec,
 )
-from keras_moe.layers.attention import check_key_value_heads
 from keras_moe.models.backbones.base import MoEBackbone, ReadsTexts
 from keras_moe.models.backbones.config import (
     TransformerConfig,
@@ -54,7 +53,6 @@ POSITIONS = ("rotary", "learned")
 class DecoderConfig(TransformerConfig, VocabularyConfig):
     """Arguments of `DecoderBackbone`."""
 
-    num_key_value_heads: int | None = None
     positions: str = "rotary"
     rope_theta: float = 10000.0
     rope_scaling: float = 1.0
@@ -71,12 +69,11 @@ class DecoderConfig(TransformerConfig, VocabularyConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_key_value_heads(self.num_key_value_heads, self.num_heads)
         check_one_of("positions", self.positions, POSITIONS)
         check_positive("rope_theta", self.rope_theta)
         check_positive("rope_scaling", self.rope_scaling)
         check_bool("tied_embeddings", self.tied_embeddings)
-        size = head_size(self.num_heads, self.hidden_dim)
+        size = self.head_dim or head_size(self.num_heads, self.hidden_dim)
         if self.positions == "rotary" and size % 2:
             raise ValueError(
                 "Expected heads of an even size for rotary positions; received: "
@@ -96,8 +93,7 @@ class DecoderConfig(TransformerConfig, VocabularyConfig):
         return super().attention(
             spec,
             index,
-            num_key_value_heads=self.num_key_value_heads,
-            query_key_norm=self.norm if self.query_key_norm else None,
+            query_key_norm=self.norm if self.query_key_norm is True else None,
             **arguments,
         )
 
@@ -141,7 +137,6 @@ class DecoderBackbone(ReadsTexts, MoEBackbone):
     Args:
         vocabulary_size: V, the number of token ids.
         max_length: maximum text length N, special tokens included.
-        num_key_value_heads: number of heads of keys and values; None for `num_heads`.
         positions: `"rotary"`, in the attention, or `"learned"`, added to the tokens.
         rope_theta: base of the rotary positions' wavelengths.
         rope_scaling: factor by which rotary positions are divided.

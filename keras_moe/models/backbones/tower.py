@@ -18,6 +18,7 @@ from keras_moe.layers import (
     MoEBlock,
     PatchEmbedding,
     PositionEmbedding,
+    RegisterTokens,
     TextPositions,
     TokenEmbedding,
     TowerConfig,
@@ -209,6 +210,7 @@ def image_embedding(
     *,
     padding: str = "valid",
     class_token: bool = False,
+    register_tokens: int = 0,
     position_embedding: str | None = None,
     position_interpolation: str = "bilinear",
     norm: bool = False,
@@ -237,11 +239,16 @@ def image_embedding(
                 name="position_embedding",
             )
         )
+    if register_tokens:
+        first = int(class_token)
+        layers.append(
+            RegisterTokens(register_tokens, first, dtype=dtype, name="register_tokens")
+        )
     if norm:
         layers.append(
             LayerNorm(config.layer_norm_epsilon, dtype=dtype, name="embedding_norm")
         )
-    return tuple(layers), rows * columns + int(class_token)
+    return tuple(layers), rows * columns + int(class_token) + register_tokens
 
 
 def text_inputs() -> dict[str, Any]:
@@ -276,9 +283,9 @@ def embedding_dropout(config: TowerConfig, dtype: DType | None) -> keras.layers.
 
 
 def final_norm_layer(config: TowerConfig, dtype: DType | None) -> keras.layers.Layer:
-    """Creates the norm after the last block, unbuilt."""
+    """Creates the norm after the last block, unbuilt; it always has a scale."""
     return norm_layer(
-        config.norm,
+        "rms" if config.norm == "plain_rms" else config.norm,
         config.layer_norm_epsilon,
         config.use_bias,
         dtype=dtype,

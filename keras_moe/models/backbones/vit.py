@@ -4,11 +4,14 @@ Axes: B batch, N tokens, D hidden, H mlp, E experts.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import keras
 
-from keras_moe._checks import check_bool
+from keras_moe._checks import check_bool, check_integer, check_one_of, check_positive
 from keras_moe._types import DType
+from keras_moe.layers import PatchEmbedding, RotaryEmbedding2D
+from keras_moe.layers.position_embedding import KINDS
 from keras_moe.models.backbones.base import ImageBackbone
 from keras_moe.models.backbones.config import ImageConfig, TransformerConfig, takes
 from keras_moe.models.backbones.tower import Tower, image_tower
@@ -22,13 +25,23 @@ class ViTConfig(TransformerConfig, ImageConfig):
     class_token: bool = True
     position_embedding: str | None = "learned"
     position_interpolation: str = "bilinear"
+    register_tokens: int = 0
+    rotary_base: float = 100.0
     embedding_norm: bool = False
     final_norm: bool = True
 
     def __post_init__(self):
         super().__post_init__()
+        kinds = (None, *KINDS, *ROTARY)
+        check_one_of("position_embedding", self.position_embedding, kinds)
+        check_integer("register_tokens", self.register_tokens, minimum=0)
+        check_positive("rotary_base", self.rotary_base)
         for name in ("class_token", "embedding_norm", "final_norm"):
             check_bool(name, getattr(self, name))
+
+
+# `position_embedding` -> kind of `RotaryEmbedding2D`.
+ROTARY = {"rotary_2d": "axial", "golden_2d": "golden"}
 
 
 @register_backbone
@@ -49,10 +62,14 @@ class ViTBackbone(ImageBackbone):
     Args:
         class_token: whether to prepend a learned class token.
         position_embedding: `"learned"`, `"sincos"` (fixed sines and cosines; none for
-            the class token) or None.
+            the class token), `"rotary_2d"` (attention rotates queries and keys by the
+            patches' places, as in DINOv3), `"golden_2d"` (as in SigLino) or None.
         position_interpolation: how to resize learned positions and patch kernels when
             loading weights: `"bilinear"`, as in Google's releases, or `"bicubic"`, as
             in timm. See `keras_moe.layers.resize_positions` and `resize_patch_kernel`.
+        register_tokens: number of learned tokens behind the class token that carry no
+            patch, as in DINOv2 with registers and DINOv3.
+        rotary_base: base of the frequencies of `"rotary_2d"`.
         embedding_norm: whether to normalise embedded tokens, as in CLIP.
         final_norm: whether to normalise the last block's tokens. If False, use a
             classifier with `pooled_norm`.
@@ -60,7 +77,8 @@ class ViTBackbone(ImageBackbone):
 
     Input shape: (B, height, width, channels), in [-1, 1].
 
-    Output shape: (B, N, D): normalised tokens, the class token (if any) first.
+    Output shape: (B, N, D): normalised tokens, the class token (if any) first, then
+    registers, then patches.
 
     Reference: *An Image is Worth 16x16 Words*; *Scaling Vision with Sparse Mixture of
     Experts*.
@@ -87,13 +105,30 @@ class ViTBackbone(ImageBackbone):
 
     @classmethod
     def tower(cls, config: ViTConfig, dtype: DType | None = None) -> Tower:
+        kind = ROTARY.get(config.position_embedding or "")
         return image_tower(
             config,
             dtype,
-            config.attention,
+            config.attention if kind is None else _rotary_attention(config, kind),
             final_norm=config.final_norm,
             class_token=config.class_token,
-            position_embedding=config.position_embedding,
+            register_tokens=config.register_tokens,
+            position_embedding=None if kind else config.position_embedding,
             position_interpolation=config.position_interpolation,
             norm=config.embedding_norm,
         )
+
+
+def _rotary_attention(config: ViTConfig, kind: str) -> Callable:
+    """Makes a block's attention with rotary positions of its own."""
+
+    patches = PatchEmbedding(config.hidden_dim, config.patch_size)
+    grid = patches.grid(config.image_shape)
+
+    def attention(spec, index):
+        rotary = RotaryEmbedding2D(
+            grid, kind, config.rotary_base, dtype=spec.dtype, name="rotary_embedding"
+        )
+        return config.attention(spec, index, positions=rotary)
+
+    return attention

@@ -366,7 +366,8 @@ class BlockNames(NamedTuple):
     """Names of a block's parts, without the block's prefix.
 
     `norms` and `mlp` have two names, `queries` three (or one for a joint matrix);
-    `scales` (LayerScale) and `query_key_norms` are optional pairs.
+    `scales` (LayerScale) and `query_key_norms` are optional pairs; `gate` is that of
+    gated MLPs, the same as the hidden layer's if one matrix has both.
     """
 
     norms: tuple[str, str]
@@ -375,6 +376,7 @@ class BlockNames(NamedTuple):
     output: str
     scales: tuple[str, str] = ("", "")
     query_key_norms: tuple[str, str] = ("", "")
+    gate: str = ""
 
 
 def block_rules(
@@ -384,7 +386,6 @@ def block_rules(
     rules = {
         **norm(f"{path}/mixer_norm", f"{block}{names.norms[0]}"),
         **norm(f"{path}/feed_forward_norm", f"{block}{names.norms[1]}"),
-        **linear(f"{path}/mlp/hidden", hidden),
         **linear(f"{path}/mlp/output", output),
         **attention_rules(
             f"{path}/attention",
@@ -393,6 +394,16 @@ def block_rules(
             query_bias,
         ),
     }
+    if not arguments.get("key_bias", True):
+        del rules[f"{path}/attention/key/bias"]
+    is_gated = arguments.get("gated_mlp", False)
+    is_fused = is_gated and names.gate == names.mlp[0]
+    # The gate comes first in a matrix of both.
+    of_hidden = {"part": 1, "parts": 2} if is_fused else {}
+    rules.update(linear(f"{path}/mlp/hidden", hidden, **of_hidden))
+    if is_gated:
+        of_gate = {**of_hidden, "part": 0} if is_fused else {}
+        rules.update(linear(f"{path}/mlp/gate", f"{block}{names.gate}", **of_gate))
     if arguments.get("query_key_norm"):
         for projection, name in zip(("query", "key"), names.query_key_norms):
             rules.update(norm(f"{path}/attention/{projection}_norm", f"{block}{name}"))
@@ -413,6 +424,7 @@ class TowerNames(NamedTuple):
     class_token: str = ""
     embedding_norm: str = ""
     tokens: str = ""
+    registers: str = ""
 
     def under(self, root: str) -> "TowerNames":
         """Returns the names prefixed by `root`."""
@@ -438,9 +450,12 @@ def image_tower_rules(
     """Rules without the head; stored positions lack `axes` leading axes of size 1."""
     rules = {
         **patches(f"{names.patches}weight", bias, True, images),
-        "position_embedding/embedding": Positions(names.positions, axes=axes),
         **tower_rules(names, arguments),
     }
+    if arguments.get("position_embedding", "learned") == "learned":
+        rules["position_embedding/embedding"] = Positions(names.positions, axes=axes)
+    if arguments.get("register_tokens"):
+        rules["register_tokens/tokens"] = Direct(names.registers)
     if arguments["class_token"]:
         # (D,) if positions are (N, D), and (1, 1, D) if they are (1, N, D).
         rules["class_token/token"] = Direct(names.class_token, axes=2 * axes)

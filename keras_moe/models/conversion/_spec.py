@@ -204,6 +204,7 @@ ACTIVATIONS = {
     "quick_gelu": "quick_gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "silu": "silu",
 }
 # What GPT-2 has among the arguments of a `DecoderBackbone`.
 GPT2 = {
@@ -243,15 +244,29 @@ def ignored(file: Any, **prefixes: tuple[str, ...]) -> dict[str, str]:
 
 
 def image_tower_arguments(
-    file: Any, names: TowerNames, overrides: dict, axes: int = 2, **settings: Any
+    file: Any,
+    names: TowerNames,
+    overrides: dict,
+    axes: int = 2,
+    image_size: int | None = None,
+    **settings: Any,
 ) -> dict:
-    """Infers arguments from tensors; `axes` is the rank of the position embeddings."""
+    """Infers arguments from tensors; `axes` is the rank of the position embeddings.
+
+    Without position embeddings nothing in them tells the `image_size`.
+    """
     hidden_dim, channels, height, width = required(file, f"{names.patches}weight", 4)
-    class_token = names.class_token in file
-    rows = required(file, names.positions, axes)[-2]
-    grid = square_grid(rows, class_token, f"{names.positions!r} in {file.path}")
+    class_token, own = names.class_token in file, {}
+    size = (image_size, image_size)
+    if image_size is None:
+        rows = required(file, names.positions, axes)[-2]
+        grid = square_grid(rows, class_token, f"{names.positions!r} in {file.path}")
+        size = (grid * height, grid * width)
+    if names.registers and names.registers in file:
+        own["register_tokens"] = required(file, names.registers, 3)[1]
     return {
-        "image_shape": (grid * height, grid * width, channels),
+        "image_shape": (*size, channels),
+        **own,
         **patch_arguments((height, width, channels, hidden_dim)),
         **_block_arguments(file, names, hidden_dim, overrides, **settings),
         "class_token": class_token,
@@ -283,11 +298,20 @@ def _block_arguments(
     epsilon: float,
     layer_scale: float | None = None,
 ) -> dict:
-    mlp = f"{names.blocks}0.{names.block.mlp[0]}weight"
+    block, own = f"{names.blocks}0.", {}
+    mlp_dim = required(file, f"{block}{names.block.mlp[0]}weight", 2)[0]
+    if names.block.gate and f"{block}{names.block.gate}weight" in file:
+        own["gated_mlp"] = True
+        # One matrix may hold the gate and the hidden layer.
+        mlp_dim //= 1 + (names.block.gate == names.block.mlp[0])
+    keys = names.block.queries[1:2]
+    if keys and f"{block}{keys[0]}bias" not in file:
+        own["key_bias"] = False
     num_heads = num_heads or overrides.get("num_heads")
     return {
         "num_layers": numbered(file, names.blocks),
-        "mlp_dim": required(file, mlp, 2)[0],
+        "mlp_dim": mlp_dim,
+        **own,
         "num_heads": num_heads or usual_heads(hidden_dim, file.path),
         "activation": activation_of(activation, file, overrides),
         "layer_norm_epsilon": epsilon,

@@ -1,7 +1,10 @@
-"""Converts transformers' CLIP, SigLIP and DINOv2, in both directions."""
+"""Converts transformers' CLIP, SigLIP, DINOv2 and DINOv3, in both directions."""
 
 from typing import Any
 
+import numpy as np
+
+from keras_moe._checks import unfit
 from keras_moe.models.conversion._rules import (
     BlockNames,
     Direct,
@@ -36,6 +39,8 @@ from keras_moe.models.conversion._spec import (
 CONFIG_NAME = "config.json"
 MODEL_TYPES = (
     "dinov2",
+    "dinov2_with_registers",
+    "dinov3_vit",
     *(
         f"{model}{tower}"
         for model in ("clip", "siglip", "siglip2")
@@ -96,6 +101,41 @@ _DINOV2 = TowerNames(
     patches="embeddings.patch_embeddings.projection.",
     class_token="embeddings.cls_token",
     embedding_norm="embeddings.norm.",
+    registers="embeddings.register_tokens",
+)
+# As on the hub, with both layers in one matrix, and as transformers 5 has them.
+_DINOV2_GATED: tuple[dict[str, Any], ...] = (
+    {"mlp": ("mlp.weights_in.", "mlp.weights_out."), "gate": "mlp.weights_in."},
+    {"mlp": ("mlp.up_proj.", "mlp.down_proj."), "gate": "mlp.gate_proj."},
+)
+# What DINOv2 and DINOv3 have in common.
+_DINO = {
+    "query_key_norm": False,
+    "head_dim": None,
+    "num_key_value_heads": None,
+    "attention_sinks": False,
+    "norm": "layer",
+    "final_norm": True,
+    "embedding_norm": False,
+    "class_token": True,
+    "image_pooling": None,
+}
+_DINOV3 = TowerNames(
+    # Without the first part in files of transformers 4.
+    blocks="model.layer.",
+    block=BlockNames(
+        norms=("norm1.", "norm2."),
+        mlp=("mlp.up_proj.", "mlp.down_proj."),
+        queries=tuple(f"attention.{name}_proj." for name in "qkv"),
+        output="attention.o_proj.",
+        scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
+        gate="mlp.gate_proj.",
+    ),
+    positions="",
+    final_norm="norm.",
+    patches="embeddings.patch_embeddings.",
+    class_token="embeddings.cls_token",
+    registers="embeddings.register_tokens",
 )
 _DINOV2_SCALE = "encoder.layer.0.layer_scale1.lambda1"
 _DINOV2_HEAD = "of a head on the class token and the mean of the patches"
@@ -108,20 +148,25 @@ def transformers_spec(
     root = next((x for x in ("", "dinov2.") if f"{x}{_DINOV2_SCALE}" in file), None)
     if root is not None:
         return _dinov2_spec(file, root, config, overrides)
+    if f"{_DINOV3.patches}weight" in file and _DINOV3.registers in file:
+        return _dinov3_spec(file, config, overrides)
     makers = {"image": _image_spec, "text": _text_spec}
     makers = {k: make for k, make in makers.items() if _root(file, k) is not None}
     return towers_spec(file, config, overrides, tower, makers)
 
 
 def _dinov2_spec(file, root, config, overrides):
-    names = _DINOV2.under(root)
+    names, activation = _DINOV2.under(root), config.get("hidden_act", "gelu")
+    for gated in _DINOV2_GATED:
+        if f"{names.blocks}0.{gated['gate']}weight" in file:
+            names, activation = _with_mlp(names, gated), "silu"
     arguments = image_tower_arguments(
         file,
         names,
         overrides,
         axes=3,
         num_heads=config.get("num_attention_heads"),
-        activation=config.get("hidden_act", "gelu"),
+        activation=activation,
         epsilon=config.get("layer_norm_eps", 1e-6),
         layer_scale=config.get("layerscale_value", 1.0),
     )
@@ -140,6 +185,42 @@ def _dinov2_spec(file, root, config, overrides):
             f"{root}embeddings.mask_token": "of the pretraining",
             **dict.fromkeys(("classifier.weight", "classifier.bias"), _DINOV2_HEAD),
         },
+        notes=notes,
+        preprocessing=image_arguments,
+    )
+
+
+def _with_mlp(names, mlp):
+    return names._replace(block=names.block._replace(**mlp))
+
+
+def _dinov3_spec(file, config, overrides):
+    names = _DINOV3
+    if f"layer.0.{names.block.norms[0]}weight" in file:
+        names = names._replace(blocks="layer.")
+    preprocessor = config.get("preprocessor", {})
+    theta = (config.get("rope_parameters") or config).get("rope_theta", 100.0)
+    arguments = image_tower_arguments(
+        file,
+        names,
+        overrides,
+        image_size=_edge(preprocessor.get("size")) or config.get("image_size", 224),
+        num_heads=config.get("num_attention_heads"),
+        activation=config.get("hidden_act", "gelu"),
+        epsilon=config.get("layer_norm_eps", 1e-5),
+        layer_scale=config.get("layerscale_value", 1.0),
+    )
+    arguments.update(position_embedding="rotary_2d", rotary_base=theta)
+    _check_sizes(file, config, arguments)
+    images = normalization(arguments["image_shape"][2], preprocessor, _DINOV2_IMAGES)
+    image_arguments, notes = _preprocessing(preprocessor, crops=False)
+    return ConversionSpec(
+        TRANSFORMERS,
+        "DINOv3",
+        "ViTBackbone",
+        arguments,
+        image_tower_rules(names, arguments, images, f"{names.patches}bias", axes=0),
+        ignored={"embeddings.mask_token": "of the pretraining"},
         notes=notes,
         preprocessing=image_arguments,
     )
@@ -332,7 +413,8 @@ def transformers_files(model: Any) -> tuple[dict, dict[str, Any]]:
     image, text = model.towers.get("image"), model.towers.get("text")
     own = (image or text).config
     if text is None and own["layer_scale_initial_value"]:
-        return _dinov2_files(model)
+        is_rotary = own["position_embedding"] == "rotary_2d"
+        return _dinov3_files(model) if is_rotary else _dinov2_files(model)
     is_clip = own["causal" if image is None else "class_token"]
     tensors, configs, files = {}, {}, {}
     if image is not None:
@@ -501,33 +583,79 @@ def _exported_preprocessor(preprocessor, side, image_range, name, crop):
 def _dinov2_files(model):
     kind = "transformers' DINOv2"
     tower = model.towers["image"]
-    config = tower.config
-    tower.check(
-        kind,
-        position_embedding="learned",
-        query_key_norm=False,
-        final_norm=True,
-        embedding_norm=False,
-        class_token=True,
-        image_pooling=None,
-    )
-    if config["mlp_dim"] % config["hidden_dim"]:
-        raise ValueError(
-            f"Expected an mlp_dim that hidden_dim={config['hidden_dim']} divides for "
-            f"{kind}; received: mlp_dim={config['mlp_dim']}"
-        )
+    config, names, own = tower.config, _DINOV2, {"model_type": "dinov2"}
+    tower.check(kind, position_embedding="learned", key_bias=True, **_DINO)
+    if config["gated_mlp"]:
+        names = _with_mlp(names, _DINOV2_GATED[0])
+        own["use_swiglu_ffn"] = True
+    if config["register_tokens"]:
+        own["model_type"] += "_with_registers"
+        own["num_register_tokens"] = config["register_tokens"]
     content = {
-        "architectures": ["Dinov2Model"],
-        "model_type": "dinov2",
+        "architectures": [
+            "Dinov2WithRegistersModel" if config["register_tokens"] else "Dinov2Model"
+        ],
         "dtype": "float32",
         **_image_config(tower, kind),
-        "mlp_ratio": config["mlp_dim"] // config["hidden_dim"],
+        **own,
+        "mlp_ratio": _dinov2_ratio(config, kind),
         "layerscale_value": config["layer_scale_initial_value"],
         "use_mask_token": False,
     }
-    rules = image_tower_rules(_DINOV2, config, bias=f"{_DINOV2.patches}bias", axes=0)
+    return _dino_files(model, names, content, kind)
+
+
+def _dinov2_ratio(config, kind):
+    """The `mlp_ratio` of a width, of which SwiGLU takes two thirds, in eights."""
+    width, dim = config["mlp_dim"], config["hidden_dim"]
+    for ratio in range(1, 2 + 2 * width // dim):
+        hidden = ratio * dim
+        if config["gated_mlp"]:
+            hidden = (int(hidden * 2 / 3) + 7) // 8 * 8
+        if hidden == width:
+            return ratio
+    raise ValueError(
+        f"Expected an mlp_dim that is a whole multiple of hidden_dim={dim} for {kind}, "
+        f"or two thirds of one with gated_mlp=True; received: mlp_dim={width}"
+    )
+
+
+def _dinov3_files(model):
+    kind = "transformers' DINOv3"
+    tower = model.towers["image"]
+    config = tower.config
+    tower.check(kind, **_DINO)
+    if not config["register_tokens"] or not config["use_bias"]:
+        raise unfit(
+            f"registers and biases for {kind}",
+            register_tokens=config["register_tokens"],
+            use_bias=config["use_bias"],
+        )
+    content = {
+        "architectures": ["DINOv3ViTModel"],
+        "model_type": "dinov3_vit",
+        "dtype": "float32",
+        **_image_config(tower, kind),
+        "intermediate_size": config["mlp_dim"],
+        "layerscale_value": config["layer_scale_initial_value"],
+        "rope_theta": config["rotary_base"],
+        "num_register_tokens": config["register_tokens"],
+        "use_gated_mlp": config["gated_mlp"],
+        "key_bias": config["key_bias"],
+    }
+    return _dino_files(model, _DINOV3._replace(blocks="layer."), content, kind)
+
+
+def _dino_files(model, names, content, kind):
+    tower = model.towers["image"]
+    rules = image_tower_rules(names, tower.config, bias=f"{names.patches}bias", axes=0)
+    tensors = tensors_of(rules, tower.values, kind)
+    if content["model_type"] != "dinov2":
+        # Of the pretraining; transformers' classes always have it.
+        dim = tower.config["hidden_dim"]
+        shape = (1, 1, dim) if content["model_type"] == "dinov3_vit" else (1, dim)
+        tensors["embeddings.mask_token"] = np.zeros(shape, "float32")
     images = _exported_preprocessor(
         model.preprocessor, content["image_size"], tower.images, "Bit", crop=1.0
     )
-    files = {CONFIG_NAME: content, "preprocessor_config.json": images}
-    return tensors_of(rules, tower.values, kind), files
+    return tensors, {CONFIG_NAME: content, "preprocessor_config.json": images}
