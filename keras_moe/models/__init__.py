@@ -55,6 +55,7 @@ from keras_moe.models.tasks.image_classifier import (
     MixerImageClassifier,
     ViTImageClassifier,
 )
+from keras_moe.models.tasks.teacher_features import TeacherFeatures
 
 __all__ = [
     "VARIANTS",
@@ -81,6 +82,7 @@ __all__ = [
     "ModelCard",
     "Part",
     "Perplexity",
+    "TeacherFeatures",
     "TextBackbone",
     "TextTokenizer",
     "Tower",

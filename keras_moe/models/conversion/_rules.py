@@ -482,3 +482,18 @@ def attention_rules(
         name = queries[0] if fused else queries[part]
         rules.update(linear(f"{path}/{projection}", name, query_bias, **fused))
     return rules
+
+
+def pooler_rules(head: str, path: str = "pooler") -> dict:
+    """Rules of attention pooling, by the prefix of transformers' names."""
+    return {
+        f"{path}/probe": Direct(f"{head}probe"),
+        **norm(f"{path}/norm", f"{head}layernorm."),
+        **linear(f"{path}/mlp/hidden", f"{head}mlp.fc1."),
+        **linear(f"{path}/mlp/output", f"{head}mlp.fc2."),
+        **attention_rules(
+            f"{path}/attention",
+            [f"{head}attention.in_proj_"],
+            f"{head}attention.out_proj.",
+        ),
+    }

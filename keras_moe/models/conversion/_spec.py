@@ -18,7 +18,7 @@ from keras_moe.models.preprocessing.tokenizer import TextTokenizer
 
 # Prefixes of classifier weights: those replaced by a new head, and those that a
 # backbone does not have.
-HEAD = ("predictions/", "pre_logits/")
+HEAD = ("predictions/", "pre_logits/", "teachers/")
 POOLING = ("pooler/", "pooled_norm/")
 
 
@@ -42,8 +42,9 @@ class ConversionSpec:
     backbone: str
     arguments: dict
     rules: dict
-    # None for a backbone.
+    # None for a backbone; and the class's name, if not the backbone's first task.
     task_arguments: dict | None = None
+    task: str | None = field(default=None, kw_only=True)
     # Unused tensors, and why.
     ignored: dict = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -7,15 +7,13 @@ import numpy as np
 from keras_moe._checks import unfit
 from keras_moe.models.conversion._rules import (
     BlockNames,
-    Direct,
     Filled,
     Matrix,
     Normalization,
     TowerNames,
-    attention_rules,
     image_tower_rules,
     linear,
-    norm,
+    pooler_rules,
     tensors_of,
     text_tower_rules,
     without_projection,
@@ -271,7 +269,7 @@ def _image_spec(file, config, overrides):
         size = required(file, "visual_projection.weight", 2)[0]
         task = {"num_classes": size, "pooling": "class_token"}
     elif f"{root}head.probe" in file:
-        rules.update({**_pooler_rules(f"{root}head."), **without_projection()})
+        rules.update({**pooler_rules(f"{root}head."), **without_projection()})
         task = {"num_classes": arguments["hidden_dim"], "pooling": "map"}
     left = ignored(file, text=("text_model.", "text_projection."), logits=LOGIT_NAMES)
     left[f"{root}embeddings.position_ids"] = POSITION_IDS
@@ -296,20 +294,6 @@ def _check_sizes(file, config, arguments):
         "num_hidden_layers": arguments["num_layers"],
     }
     agree(file, config, CONFIG_NAME, **sizes)
-
-
-def _pooler_rules(head: str) -> dict:
-    return {
-        "pooler/probe": Direct(f"{head}probe"),
-        **norm("pooler/norm", f"{head}layernorm."),
-        **linear("pooler/mlp/hidden", f"{head}mlp.fc1."),
-        **linear("pooler/mlp/output", f"{head}mlp.fc2."),
-        **attention_rules(
-            "pooler/attention",
-            [f"{head}attention.in_proj_"],
-            f"{head}attention.out_proj.",
-        ),
-    }
 
 
 def _preprocessing(preprocessor, crops):
@@ -480,7 +464,7 @@ def _exported_image(tower, is_clip):
     names = _IMAGE.under(_IMAGE_ROOT)
     if not is_clip:
         rules = image_tower_rules(names, tower.config, bias=f"{names.patches}bias")
-        rules.update(_pooler_rules(f"{_IMAGE_ROOT}head."))
+        rules.update(pooler_rules(f"{_IMAGE_ROOT}head."))
         if "predictions/kernel" in tower.values:
             rules.update(without_projection())
         return tensors_of(rules, tower.values, kind), config, tower.images

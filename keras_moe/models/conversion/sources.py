@@ -10,7 +10,13 @@ import keras_hub
 from keras_moe._checks import check_path
 from keras_moe._files import path_within
 from keras_moe.models._remote import check_file_exists, get_file, local, named_errors
-from keras_moe.models.conversion import _gpt2, _moepp, _openclip, _transformers
+from keras_moe.models.conversion import (
+    _gpt2,
+    _moepp,
+    _openclip,
+    _siglino,
+    _transformers,
+)
 from keras_moe.models.conversion._google import google_spec
 from keras_moe.models.conversion._keras_hub import (
     CLASSES,
@@ -42,6 +48,7 @@ _SOURCES = (
     timm_spec,
     _moepp.moepp_spec,
     _gpt2.gpt2_spec,
+    _siglino.siglino_spec,
     _transformers.transformers_spec,
     _openclip.openclip_spec,
 )
@@ -49,6 +56,7 @@ _MODEL_TYPES = (
     *_transformers.MODEL_TYPES,
     *_moepp.MODEL_TYPES,
     *_gpt2.MODEL_TYPES,
+    *_siglino.MODEL_TYPES,
 )
 _VMOE_BUCKET = "gs://vmoe_checkpoints/"
 # Reading these formats executes code in them.
@@ -109,8 +117,8 @@ def open_source(
         if spec is None:
             raise ValueError(
                 "Expected the names of a ViT, V-MoE, Soft MoE, MLP-Mixer, CLIP, "
-                f"SigLIP, DINOv2, MoE++ or GPT-2; received: {len(file)} tensors such "
-                f"as {sorted(file)[:3]} in {file.path}"
+                "SigLIP, DINO, SigLino, MoE++ or GPT-2; received: "
+                f"{len(file)} tensors such as {sorted(file)[:3]} in {file.path}"
             )
         if spec.architecture == "GPT-2" and kind == "folder":
             spec.tokenizer = _gpt2_tokenizer(text, spec)
@@ -212,6 +220,8 @@ def _folder_kind(folder):
     is_known = (
         {"vision_config", "architecture"} & config.keys()
         or config.get("model_type") in _MODEL_TYPES
+        # SigLino's config has no type.
+        or "n_storage_tokens" in config
         or check_file_exists(folder, _openclip.CONFIG_NAME)
     )
     if is_known:

@@ -199,6 +199,8 @@ class _Published(ModelSource):
         name = os.fspath(source) if is_path else file.path
         super().__init__(name, registry.backbone_class(spec.backbone), spec.arguments)
         self.is_trained = spec.task_arguments is not None
+        if spec.task is not None:
+            self.task = registry.named_task_class(spec.task)
 
     def task_config(self):
         config = (self._spec.task_arguments or {}) if self.task else {}

@@ -1,0 +1,210 @@
+"""Encoders with the features of the teachers that they were distilled from.
+
+Axes: B batch, N tokens, D hidden, T a teacher's features.
+"""
+
+from typing import Any
+
+import keras
+import keras_hub
+from keras import ops
+
+from keras_moe._checks import check_argument_names, check_integer, unfit
+from keras_moe._types import Config, Tensor
+from keras_moe.layers import AttentionPooling, LayerNorm
+from keras_moe.layers._layer import Layer, inner_call, projection
+from keras_moe.models.backbones.vit import ViTBackbone
+from keras_moe.models.loading.blueprint import Part
+from keras_moe.models.registry import register_task
+from keras_moe.models.tasks.base import MoETask, check_task
+from keras_moe.ops._initializers import initial_values
+from keras_moe.ops.cost import Cost, under
+
+_SETTINGS = ("dim", "num_heads", "mlp_dim")
+
+
+class _TeacherHead(Layer):
+    """From tokens (B, N, D) to a teacher's tokens (B, N, T) and summary (B, T)."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int | None = None,
+        mlp_dim: int | None = None,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.dim = check_integer("dim", dim)
+        self.num_heads, self.mlp_dim = num_heads, mlp_dim
+        self.norm = LayerNorm(1e-5, dtype=self.dtype_policy, name="norm")
+        self.pooler = None
+        if num_heads is not None:
+            self.pooler = AttentionPooling(
+                num_heads,
+                check_integer("mlp_dim", mlp_dim),
+                layer_norm_epsilon=1e-5,
+                dtype=self.dtype_policy,
+                name="pooler",
+            )
+
+    def build(self, input_shape):
+        shape = (*input_shape[:-1], self.dim)
+        small = keras.initializers.RandomNormal(stddev=1e-6)
+        starts = {"kernel": "glorot_uniform", "bias": small}
+        dense = keras.layers.Dense
+        self.hidden = projection(self, dense, "hidden", self.dim, **starts)
+        self.output_dense = projection(
+            self, dense, "output", self.dim, use_bias=False, **starts
+        )
+        self.hidden.build(input_shape)
+        self.norm.build(shape)
+        self.output_dense.build(shape)
+        if self.pooler is not None:
+            self.pooler.build(shape)
+
+    def call(self, tokens: Tensor) -> tuple[Any, Any]:
+        x = inner_call(self.norm, inner_call(self.hidden, tokens))
+        x = inner_call(self.output_dense, ops.gelu(x, approximate=False))
+        return x, x[:, 0] if self.pooler is None else self.pooler(x)
+
+    def compute_output_shape(self, input_shape):
+        batch, length, _ = input_shape
+        return (batch, length, self.dim), (batch, self.dim)
+
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
+        num_tokens, dim = shape
+        shapes = {
+            "hidden/kernel": (dim, self.dim),
+            "hidden/bias": (self.dim,),
+            **under("norm", self.norm.weight_shapes((num_tokens, self.dim))),
+            "output/kernel": (self.dim, self.dim),
+        }
+        if self.pooler is not None:
+            own = self.pooler.weight_shapes((num_tokens, self.dim))
+            shapes.update(under("pooler", own))
+        return shapes
+
+    def cost(self, shape: tuple) -> Cost:
+        num_tokens, dim = shape
+        flops = 2 * num_tokens * self.dim * (dim + self.dim)
+        if self.pooler is not None:
+            flops += self.pooler.cost((num_tokens, self.dim)).flops
+        return Cost.all_active(self.weight_shapes(shape), flops)
+
+
+class _TeacherHeads(Layer):
+    """The heads of all teachers, by name."""
+
+    def __init__(self, teachers: dict[str, Config], **kwargs):
+        super().__init__(**kwargs)
+        self.teachers = teachers
+        self.heads = [
+            _TeacherHead(**settings, dtype=self.dtype_policy, name=name)
+            for name, settings in teachers.items()
+        ]
+
+    def build(self, input_shape):
+        for head in self.heads:
+            head.build(input_shape)
+
+    def call(self, tokens: Tensor) -> dict[str, tuple]:
+        return {head.name: head(tokens) for head in self.heads}
+
+    def compute_output_shape(self, input_shape):
+        return {
+            head.name: head.compute_output_shape(input_shape) for head in self.heads
+        }
+
+    def parts(self, shape: tuple) -> dict[Any, tuple]:
+        return dict.fromkeys(self.heads, shape)
+
+
+@register_task
+@keras.saving.register_keras_serializable("keras_moe")
+class TeacherFeatures(MoETask, keras_hub.models.Task):
+    """An encoder with the features of each teacher that it was distilled from.
+
+    A head is `output(gelu(norm(hidden(tokens))))` for each teacher. Its summary is the
+    class token, or attention pooling of all tokens.
+
+    Args:
+        backbone: `ViTBackbone` with a class token.
+        teachers: dict from names to dicts with `"dim"`, T, and for attention pooling
+            `"num_heads"` and `"mlp_dim"`.
+        **kwargs: `name` and `trainable`, and `preprocessor`.
+
+    Output shape: dict of `"<teacher>"`, summaries (B, T), and `"<teacher>_grid"`,
+    patches (B, rows, columns, T). `features` has these and the backbone's own.
+
+    Reference: *SigLino*.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe import models
+    >>> backbone = models.ViTBackbone(
+    ...     image_shape=(8, 8, 3), patch_size=4, hidden_dim=8, num_layers=1,
+    ...     num_heads=2, mlp_dim=16,
+    ... )
+    >>> model = models.TeacherFeatures(backbone, {"dinov3": {"dim": 6}})
+    >>> outputs = model.predict(np.zeros((1, 8, 8, 3)), verbose=0)
+    >>> {name: value.shape for name, value in outputs.items()}
+    {'dinov3': (1, 6), 'dinov3_grid': (1, 2, 2, 6)}
+    """
+
+    task_name = "teacher_features"
+    backbone_cls = ViTBackbone
+    backbone: ViTBackbone
+    has_metrics = False
+
+    def __init__(
+        self,
+        backbone: ViTBackbone,
+        teachers: dict[str, Config],
+        preprocessor: object = None,
+        **kwargs,
+    ):
+        check_task(self, TeacherFeatures, backbone, kwargs)
+        if not isinstance(teachers, dict) or not teachers:
+            raise unfit("teachers by name, with their sizes", teachers=teachers)
+        for settings in teachers.values():
+            check_argument_names(settings, list(_SETTINGS), "a teacher")
+        if not backbone.class_token:
+            raise unfit("a backbone with a class token", class_token=False)
+
+        # === Layers ===
+        self.backbone, self.preprocessor = backbone, preprocessor
+        config = backbone.config
+        with initial_values(config.seed, type(self).__name__):
+            self.heads = _TeacherHeads(
+                {name: dict(x) for name, x in teachers.items()},
+                dtype=backbone.dtype_policy,
+                name="teachers",
+            )
+
+            # === Functional model ===
+            features = self.heads(backbone(backbone.input))
+        outputs, first = {}, 1 + config.register_tokens
+        for name, (tokens, summary) in features.items():
+            patches = ops.reshape(
+                tokens[:, first:], (-1, *backbone.grid, tokens.shape[-1])
+            )
+            outputs.update({name: summary, f"{name}_grid": patches})
+        features = {**backbone.features, **outputs}
+        super().__init__(
+            backbone.input, outputs, features, dict(backbone.routing), **kwargs
+        )
+
+        # === Config ===
+        self.teachers = self.heads.teachers
+
+    def get_config(self):
+        return {**super().get_config(), "teachers": dict(self.teachers)}
+
+    @staticmethod
+    def describe_parts(
+        backbone_config: dict, num_tokens: int, dim: int, **config: Any
+    ) -> list[Part]:
+        heads = _TeacherHeads(config["teachers"], dtype="float32", name="teachers")
+        cost = heads.cost((num_tokens, dim))
+        return [Part("teachers", ", ".join(config["teachers"]), *cost)]
