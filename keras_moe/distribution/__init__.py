@@ -2,17 +2,12 @@
 
 from keras_moe.distribution.auto import auto, gathered
 from keras_moe.distribution.chips import CHIPS, Chip
-from keras_moe.distribution.compiled import (
-    TOPOLOGIES,
-    CompiledCosts,
-    compiled_costs,
-)
+from keras_moe.distribution.compiled import CompiledCosts, compiled_costs
 from keras_moe.distribution.costs import Costs, costs
 from keras_moe.distribution.layouts import Layouts, layouts
 
 __all__ = [
     "CHIPS",
-    "TOPOLOGIES",
     "Chip",
     "CompiledCosts",
     "Costs",

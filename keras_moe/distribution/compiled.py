@@ -21,9 +21,6 @@ from keras_moe.models import registry
 from keras_moe.models.loading.blueprint import resolve
 
 STEPS = ("train", "predict", "generate")
-TOPOLOGIES = tuple(
-    f"{name}:{shape}" for name, chip in GENERATIONS.items() for shape in chip.shapes
-)
 
 
 class CompiledCosts(NamedTuple):
@@ -233,7 +230,7 @@ def compiled_costs(
     ...
     ValueError: Expected ... v5e: 1x1, 2x2, ...; received: topology='v5e:3x3'
     """
-    _check_topology(topology)
+    chip, num_chips = _chips_of(topology)
     check_one_of("step", step, STEPS)
     check_integer("batch_size", batch_size)
     if keras.backend.backend() != "jax":
@@ -251,8 +248,6 @@ def compiled_costs(
     from keras_moe._backends import jax_compilation
 
     changes = {}
-    generation, _, shape = topology.partition(":")
-    chip, num_chips = GENERATIONS[generation], math.prod(map(int, shape.split("x")))
     capacity = chip.capacity / GIB
     with jax_compilation.alone():
         devices = jax_compilation.topology_devices(topology)
@@ -306,19 +301,18 @@ def compiled_costs(
     )
 
 
-def _check_topology(topology):
-    if topology in TOPOLOGIES:
-        return
-    generation, _, _ = str(topology).partition(":")
+def _chips_of(topology):
+    """The chip of a topology, and their number."""
+    generation, _, shape = str(topology).partition(":")
+    allowed = (
+        f"a generation, one of {', '.join(GENERATIONS)}, and a shape, such as "
+        "v5e:4x4 or h200:8"
+    )
     if generation in GENERATIONS:
-        allowed = (
-            f"a shape of {generation}: {', '.join(GENERATIONS[generation].shapes)}"
-        )
-    else:
-        allowed = (
-            f"a generation, one of {', '.join(GENERATIONS)}, and a shape, such as "
-            "v5e:4x4 or h200:8"
-        )
+        chip = GENERATIONS[generation]
+        if shape in chip.shapes:
+            return chip, math.prod(map(int, shape.split("x")))
+        allowed = f"a shape of {generation}: {', '.join(chip.shapes)}"
     raise ValueError(f"Expected {allowed}; received: topology={topology!r}")
 
 

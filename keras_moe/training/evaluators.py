@@ -12,11 +12,7 @@ from keras_moe._processes import process_index
 from keras_moe.evaluation.few_shot import L2S, SEEDS, few_shot_from_model
 from keras_moe.evaluation.image_text import encode_pairs, zero_shot_from_model
 from keras_moe.evaluation.retrieval import check_ks
-from keras_moe.evaluation.zero_shot import (
-    PUBLISHED_NAMES,
-    read_class_names,
-    read_templates,
-)
+from keras_moe.evaluation.zero_shot import read_class_names, read_templates
 from keras_moe.training.callbacks import (
     PeriodicCallback,
     averages_in_place,
@@ -190,10 +186,8 @@ class ZeroShot:
         self.data: Any = data if isinstance(data, tuple) else (data, None)
         # Fails here rather than after an epoch.
         names = read_class_names(class_names)
-        is_published = isinstance(class_names, str) and class_names in PUBLISHED_NAMES
         self.options: dict[str, Any] = {
-            # Published names may have duplicates, custom ones may not.
-            "class_names": class_names if is_published else names,
+            "class_names": class_names,
             "templates": read_templates(templates),
             "ks": None if ks is None else check_ks(ks, len(names)),
             "batch_size": batch_size,
