@@ -265,7 +265,7 @@ def draw_priorities(
 
 def draw_positions(shares: Arrays, names: list[str]) -> "Figure":
     """Plots how often the patch at each position is dropped, per layer."""
-    layers = evenly_spaced(len(shares), MAX_PANELS)
+    layers = evenly_spaced(range(len(shares)), MAX_PANELS)
     columns = min(len(layers), 4)
     figure, axes = _panels(len(layers), min(_WIDTH / columns, 1.3), columns, 0.15)
     top = max(float(np.max(shares)), 0.01)
@@ -289,7 +289,7 @@ def draw_drops(
     marked: Sequence[float] = (),
 ) -> "Figure":
     """Plots the share of dropped tokens against the capacity factor, per layer."""
-    layers = evenly_spaced(len(shares), len(COLOURS))
+    layers = evenly_spaced(range(len(shares)), len(COLOURS))
     figure = new_figure(figsize=(_WIDTH, 2.5))
     axis = figure.subplots()
     for colour, layer in zip(COLOURS, layers):
@@ -330,7 +330,7 @@ def draw_patches(sheet: np.ndarray, names: list[str], title: str) -> "Figure":
 
 def _layer_panels(names):
     """Makes a figure, and pairs of a panel and the number of its layer."""
-    layers = evenly_spaced(len(names), MAX_PANELS)
+    layers = evenly_spaced(range(len(names)), MAX_PANELS)
     figure, axes = _panels(len(layers))
     return figure, list(zip(axes, layers))
 
