@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 from jax.extend.backend import backends
+from jax.scipy.linalg import cho_solve
 
 _ASKED_FOR: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
     "platforms asked for", default=()
@@ -118,11 +119,7 @@ def exchange(content: bytes) -> list[bytes]:
 def solve(matrices: jax.Array, columns: jax.Array) -> jax.Array:
     """The X of A X = B, with A (..., N, N) and B (..., N, M)."""
     factors = lax.linalg.cholesky(matrices, symmetrize_input=False)
-    for transposed in (False, True):
-        columns = lax.linalg.triangular_solve(
-            factors, columns, left_side=True, lower=True, transpose_a=transposed
-        )
-    return columns
+    return cho_solve((factors, True), columns)
 
 
 _VERSION = "get_version_from_compatibility_requirement"

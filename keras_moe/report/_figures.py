@@ -11,6 +11,7 @@ from keras_moe.analysis.plots._figure import (
     EXPERT_COLOURS,
     GREY,
     TYPE_COLOURS,
+    new_axes,
     new_figure,
     plain_axis,
 )
@@ -41,8 +42,7 @@ def draw_loads(
     capacity: float | None = None,
 ) -> "Figure":
     """Plots each expert's share of a layer's work, by modality."""
-    figure = new_figure(figsize=(3.5, 2.3))
-    axis = figure.subplots()
+    figure, ((axis,),) = new_axes(3.5, 2.3)
     positions, width = np.arange(len(types)), 0.84 / len(shares)
     for number, (group, row) in enumerate(shares.items()):
         left = positions + (number - (len(shares) - 1) / 2) * width
@@ -132,8 +132,7 @@ def _draw_map(
     values, names, height, ticks, labels, unit, title, label="expert", **limits
 ):
     """Plots a heat map of experts, with a scale from 0 to 3 unless limits are given."""
-    figure = new_figure(figsize=(3.5, height))
-    axis = figure.subplots()
+    figure, ((axis,),) = new_axes(3.5, height)
     image = axis.pcolormesh(values, **{**_MAP, **limits})
     axis.invert_yaxis()
     axis.set_xticks(ticks + 0.5, labels)
@@ -164,8 +163,7 @@ class Line(NamedTuple):
 
 def draw_depth(lines: dict[str, Line], names: list[str], label: str) -> "Figure":
     """Plots values in [0, 1] against depth."""
-    figure = new_figure(figsize=(3.5, 2.6))
-    axis = figure.subplots()
+    figure, ((axis,),) = new_axes(3.5, 2.6)
     for name, line in lines.items():
         style = {"marker": "o", "ms": 3.5, "lw": 1.4, "color": COLOURS[line.colour]}
         style |= {"linestyle": _STYLES[line.style], "label": name}
@@ -265,7 +263,7 @@ def draw_priorities(
 
 def draw_positions(shares: Arrays, names: list[str]) -> "Figure":
     """Plots how often the patch at each position is dropped, per layer."""
-    layers = evenly_spaced(len(shares), MAX_PANELS)
+    layers = evenly_spaced(range(len(shares)), MAX_PANELS)
     columns = min(len(layers), 4)
     figure, axes = _panels(len(layers), min(_WIDTH / columns, 1.3), columns, 0.15)
     top = max(float(np.max(shares)), 0.01)
@@ -289,9 +287,8 @@ def draw_drops(
     marked: Sequence[float] = (),
 ) -> "Figure":
     """Plots the share of dropped tokens against the capacity factor, per layer."""
-    layers = evenly_spaced(len(shares), len(COLOURS))
-    figure = new_figure(figsize=(_WIDTH, 2.5))
-    axis = figure.subplots()
+    layers = evenly_spaced(range(len(shares)), len(COLOURS))
+    figure, ((axis,),) = new_axes(_WIDTH, 2.5)
     for colour, layer in zip(COLOURS, layers):
         style = {"marker": ".", "markersize": 4, "linewidth": 1.3, "color": colour}
         label = shortened(names[layer], 18)
@@ -330,7 +327,7 @@ def draw_patches(sheet: np.ndarray, names: list[str], title: str) -> "Figure":
 
 def _layer_panels(names):
     """Makes a figure, and pairs of a panel and the number of its layer."""
-    layers = evenly_spaced(len(names), MAX_PANELS)
+    layers = evenly_spaced(range(len(names)), MAX_PANELS)
     figure, axes = _panels(len(layers))
     return figure, list(zip(axes, layers))
 
@@ -339,9 +336,9 @@ def _panels(count, height=1.15, columns=2, legend=0.42):
     """Makes a figure with panels, and room in inches for a legend below."""
     columns = max(min(count, columns), 1)
     rows = max(math.ceil(count / columns), 1)
-    size = (_WIDTH, rows * (height + 0.35) + legend)
-    figure = new_figure(figsize=size)
-    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    height = rows * (height + 0.35) + legend
+    figure, grid = new_axes(_WIDTH, height, rows, columns)
+    axes = grid.ravel()
     for axis in axes[count:]:
         axis.remove()
     return figure, axes[:count]

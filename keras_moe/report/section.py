@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from keras_moe.report.model import Block, ReportedModel
 if TYPE_CHECKING:
     import matplotlib.figure
 
+T = TypeVar("T")
 LEVELS = ("good", "notice", "problem")
 # Memory must not grow with the largest label: further classes are not counted.
 MAX_CLASSES = 1000
@@ -327,11 +328,12 @@ class Reservoir:
         return dict(sorted(self._slots.values(), key=lambda pair: pair[0]))
 
 
-def evenly_spaced(count: int, most: int) -> list[int]:
-    """At most `most` evenly spaced indices of `range(count)`, ends included."""
-    if count <= most:
-        return list(range(count))
-    return [round(index * (count - 1) / max(most - 1, 1)) for index in range(most)]
+def evenly_spaced(items: Sequence[T], most: int) -> list[T]:
+    """At most `most` of some items, evenly spaced, the first and the last included."""
+    if len(items) <= most:
+        return list(items)
+    last, steps = len(items) - 1, max(most - 1, 1)
+    return [items[round(index * last / steps)] for index in range(most)]
 
 
 def file_name(name: str) -> str:

@@ -111,7 +111,8 @@ def split_router(router: object) -> tuple[Any, dict]:
     if not isinstance(router, dict):
         return router, {}
     if "name" not in router:
-        raise unfit("router to be a name or a dict with a 'name'", router=router)
+        expected = "router to be a name or a dict with the router's 'name'"
+        raise unfit(expected, router=router)
     return router["name"], {k: v for k, v in router.items() if k != "name"}
 
 

@@ -210,9 +210,7 @@ class Priorities(section.Section):
         shared = [pair for pair in pairs if len(pair[1].modalities) > 1]
         if not shared:
             return []
-        drawn = [
-            shared[x] for x in section.evenly_spaced(len(shared), _figures.MAX_PANELS)
-        ]
+        drawn = section.evenly_spaced(shared, _figures.MAX_PANELS)
         drawing = _figures.draw_modalities(
             [counts.modalities for _, counts in drawn],
             [counts.room for _, counts in drawn],
@@ -318,7 +316,7 @@ class DroppedPatches(section.Section):
         # By layer and factor: tokens of images, dropped tokens, choices, dropped
         # choices.
         self.counts = np.zeros((len(self.layers), len(self.factors), 4), "int64")
-        self.drawn = section.evenly_spaced(len(self.layers), _MOST_LAYERS)
+        self.drawn = section.evenly_spaced(range(len(self.layers)), _MOST_LAYERS)
         self.tiles: dict[int, np.ndarray] = {}
 
     @classmethod
@@ -352,7 +350,7 @@ class DroppedPatches(section.Section):
         """Tiles (factors, images, T, T, 3) for images of the first batch."""
         queues = layer.read(batch)
         most = max(self.options.num_examples, 1)
-        chosen = section.evenly_spaced(len(queues.positions), most)
+        chosen = section.evenly_spaced(range(len(queues.positions)), most)
         rows = []
         for factor in sorted(self.options.capacities, reverse=True):
             served = self._served(layer, queues, factor)

@@ -187,8 +187,8 @@ class Compute(section.LayerSection):
 
     def _score_figures(self):
         """Histograms of the two largest gates in some layers."""
-        kept, keys, figures = list(self._scores.kept.values()), list(self.blocks), []
-        for key in [keys[index] for index in section.evenly_spaced(len(keys), _PANELS)]:
+        kept, figures = list(self._scores.kept.values()), []
+        for key in section.evenly_spaced([*self.blocks], _PANELS):
             gates = np.concatenate([example[key] for example in kept])
             if not len(gates):
                 continue

@@ -208,7 +208,7 @@ class Explorer(Section):
             heat = _markup.heat_map(attention, grid, None, title)
             rows += Markup('<div class="attention">{}</div>').format(heat)
         layers = list(self._layers.items())
-        chosen = [layers[index] for index in evenly_spaced(len(layers), _LAYERS)]
+        chosen = evenly_spaced(layers, _LAYERS)
         for layer, keys in chosen:
             for modality, key in keys.items():
                 routing = example.routing[key]

@@ -161,10 +161,7 @@ class Loads(section.LayerSection):
 
     def finish(self):
         layers = self.model.by_layer()
-        names = list(layers)
-        shown = [
-            names[index] for index in section.evenly_spaced(len(names), MAX_LAYERS)
-        ]
+        shown = section.evenly_spaced([*layers], MAX_LAYERS)
         body = self._maps(layers) if len(layers) > 1 else []
         body += [self._bars(name, layers[name]) for name in shown]
         body.append(
@@ -248,8 +245,8 @@ class Loads(section.LayerSection):
         chosen = np.sort(present[largest])
         names = [self.model.class_name(int(label)) for label in chosen]
         layers, body = self.model.by_layer(), []
-        for index in section.evenly_spaced(len(shown), MAX_CLASS_MAPS):
-            for key in (block.key for block in layers[shown[index]].values()):
+        for name in section.evenly_spaced(shown, MAX_CLASS_MAPS):
+            for key in (block.key for block in layers[name].values()):
                 work = relative_work(self.counts[key].by_class[chosen])
                 body.append(
                     section.Figure(

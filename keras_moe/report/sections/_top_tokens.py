@@ -257,8 +257,7 @@ class TopTokens(section.Section):
 
 def _shown(model, modality):
     """The blocks to show, of those whose tokens are patches or words."""
-    blocks = model.of_tokens(modality)
-    return [blocks[index] for index in section.evenly_spaced(len(blocks), _MOST_LAYERS)]
+    return section.evenly_spaced(model.of_tokens(modality), _MOST_LAYERS)
 
 
 def _weights(record, block):
