@@ -46,9 +46,7 @@ class TokenPooling(_Pooling):
             tokens but the first).
         **kwargs: arguments of `keras.layers.Layer`.
 
-    Input shape: (B, N, D).
-
-    Output shape: (B, D).
+    Input shape: (B, N, D). Output shape: (B, D).
 
     Example:
 

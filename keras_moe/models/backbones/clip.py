@@ -259,12 +259,11 @@ class CLIPBackbone(PairBackbone):
         return self.config.text
 
     @classmethod
-    def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
-        config = cls.make_config(config)
+    def describe_parts(cls, config: Any) -> tuple[list[Part], int, int]:
         parts, num_tokens = [], 0
         for name, family in tower_families(cls).items():
             tower = getattr(config, name)
-            of_tower, tokens, dim = family.describe_parts(**tower.to_dict())
+            of_tower, tokens, dim = family.describe_parts(tower)
             parts += [part._replace(name=f"{name}/{part.name}") for part in of_tower]
             if name == "image":
                 parts += _image_pooler(config, "float32").parts((tokens, dim), "image/")

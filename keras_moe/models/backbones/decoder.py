@@ -310,8 +310,7 @@ class DecoderBackbone(ReadsTexts, MoEBackbone):
         check_texts(inputs, self.vocabulary_size, self.max_length, may_be_empty=False)
 
     @classmethod
-    def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
-        config = cls.make_config(config)
+    def describe_parts(cls, config: Any) -> tuple[list[Part], int, int]:
         parts, num_tokens, dim = cls.tower(config, "float32").parts(
             (config.max_length,)
         )
