@@ -61,8 +61,7 @@ def model():
     (IMAGES, np.array([0, 0.5]), "received: 0.5"),
 ])  # fmt: skip
 def test_images_and_labels_are_checked(model, method, images, labels, message):
-    with pytest.raises(ValueError, match=message):
-        getattr(model, method)(images, labels)
+    refuses(message, getattr(model, method), images, labels)
 
 
 def test_validation_data_and_predictions_are_checked(model):
