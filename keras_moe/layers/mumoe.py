@@ -30,7 +30,7 @@ class MuMoEBase(Layer):
     """Gate, norm and experts of `MuMoE` and `MuMoEBlock`, which define `sizes`."""
 
     # O.
-    units: int | None
+    units: Any
 
     def __init__(
         self,
