@@ -67,6 +67,22 @@ def assert_same_outputs(actual: Any, expected: Any, inputs: Any, **tolerance: fl
         assert_same(*outputs)
 
 
+def vit(**config: Any) -> Any:
+    """The V-MoE of `SMALL`, some of whose arguments may be others."""
+    return models.ViTBackbone.from_config({**SMALL, **config})
+
+
+def mixer(**config: Any) -> Any:
+    """An MLP-Mixer of the same sizes."""
+    sizes = {name: size for name, size in SMALL.items() if name != "num_heads"}
+    return models.MixerBackbone.from_config({**sizes, "token_mlp_dim": 8, **config})
+
+
+def classifier(head: dict | None = None, num_classes: int = 3, **config: Any) -> Any:
+    """A classifier around `vit`, by its own arguments."""
+    return models.ViTImageClassifier(vit(**config), num_classes, **(head or {}))
+
+
 def small_classifier(**kwargs: Any) -> Any:
     """A classifier of three classes with experts, for images of (16, 8, 3)."""
     fields = {**SMALL, "image_shape": (16, 8, 3), "num_classes": 3, **kwargs}

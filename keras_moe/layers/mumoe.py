@@ -30,7 +30,7 @@ class MuMoEBase(Layer):
     """Gate, norm and experts of `MuMoE` and `MuMoEBlock`, which define `sizes`."""
 
     # O.
-    units: int | None
+    units: Any
 
     def __init__(
         self,
@@ -181,7 +181,13 @@ class MuMoE(MuMoEBase):
     ):
         super().__init__(num_experts, factorization, rank, **kwargs)
         self.units = check_integer("units", units)
-        self.edited_outputs = _check_outputs(edited_outputs, units)
+        outputs = tuple(check_integer("edited_outputs", i, 0) for i in edited_outputs)
+        if len({*outputs}) < len(outputs) or any(i >= units for i in outputs):
+            raise ValueError(
+                f"Expected edited_outputs to be different units below {units}; "
+                f"received: edited_outputs={edited_outputs}"
+            )
+        self.edited_outputs = outputs
 
     def sizes(self, dim: int) -> dict[str, tuple[int, int]]:
         return {"experts": (dim, self.units)}
@@ -202,25 +208,11 @@ class MuMoE(MuMoEBase):
 
     def call(self, inputs: Tensor, training: bool | None = None) -> tuple[Any, Any]:
         outputs, _, routing, _ = self._gated(inputs, self.experts, training)
-        return self._edited(outputs, routing.gates), routing
-
-    def _edited(self, outputs, gates):
-        """Adds the offsets of edited outputs."""
-        if not self.edited_outputs:
-            return outputs
-        places = ops.one_hot(self.edited_outputs, self.units, dtype="float32")
-        offsets = ops.matmul(ops.matmul(gates, self.logit_offsets), places)
-        return outputs + ops.cast(offsets, outputs.dtype)
-
-
-def _check_outputs(edited_outputs, units):
-    outputs = tuple(check_integer("edited_outputs", i, 0) for i in edited_outputs)
-    if len(set(outputs)) < len(outputs) or any(i >= units for i in outputs):
-        raise ValueError(
-            f"Expected edited_outputs to be different units below {units}; "
-            f"received: edited_outputs={edited_outputs}"
-        )
-    return outputs
+        if self.edited_outputs:
+            places = ops.one_hot(self.edited_outputs, self.units, dtype="float32")
+            offsets = ops.matmul(ops.matmul(routing.gates, self.logit_offsets), places)
+            outputs = outputs + ops.cast(offsets, outputs.dtype)
+        return outputs, routing
 
 
 @keras.saving.register_keras_serializable("keras_moe")

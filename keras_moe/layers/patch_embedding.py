@@ -228,9 +228,7 @@ class ClassToken(Layer):
     Args:
         **kwargs: arguments of `keras.layers.Layer`.
 
-    Input shape: (B, N, D).
-
-    Output shape: (B, N + 1, D).
+    Input shape: (B, N, D). Output shape: (B, N + 1, D).
 
     Reference: *An Image is Worth 16x16 Words*, equation 1.
 

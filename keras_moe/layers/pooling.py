@@ -48,9 +48,7 @@ class TokenPooling(_Pooling):
         register_tokens: number of registers behind the class token, which take no part.
         **kwargs: arguments of `keras.layers.Layer`.
 
-    Input shape: (B, N, D).
-
-    Output shape: (B, D).
+    Input shape: (B, N, D). Output shape: (B, D).
 
     Example:
 

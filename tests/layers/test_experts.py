@@ -116,12 +116,10 @@ def test_only_the_pairs_have_gradients():
 
 
 def test_lora_refuses_what_it_cannot_do():
-    with pytest.raises(ValueError, match="built=False"):
-        Experts(2, 4).enable_lora(2)
+    refuses("built=False", Experts(2, 4).enable_lora, 2)
     layer = experts(lora_rank=RANK)
     refuses("lora_enabled=True", layer.enable_lora, RANK)
-    with pytest.raises(ValueError, match="rank=0"):
-        experts().enable_lora(0)
+    refuses("rank=0", experts().enable_lora, 0)
     refuses("lora_rank=0", Experts, 2, 4, lora_rank=0)
 
 
@@ -272,8 +270,7 @@ def test_int8_experts_are_saved_and_loaded(tmp_path):
     assert_same(loaded.predict(slots(), verbose=0), model.predict(slots(), verbose=0))
     model.save_weights(tmp_path / "model.weights.h5")
     plain = keras.Model(inputs, experts()(inputs))
-    with pytest.raises(ValueError, match="quantization_mode=None"):
-        plain.load_weights(tmp_path / "model.weights.h5")
+    refuses("quantization_mode=None", plain.load_weights, tmp_path / "model.weights.h5")
 
 
 def test_saved_experts_have_their_pairs_in_their_kernels(tmp_path):

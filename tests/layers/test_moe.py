@@ -127,18 +127,6 @@ def test_losses_are_added_in_training_alone_and_skip_padding():
     assert_close(loss(layers[1], tokens), expected, 1e-5)
 
 
-def test_experts_start_equal_or_each_by_itself():
-    shared, own = Experts(4, 16), Experts(4, 16, shared_initialization=False)
-    for layer in (shared, own):
-        layer.build((1, 4, 2, 8))
-    kernel = to_numpy(shared.hidden_kernel)
-    assert np.ptp(kernel, axis=0).max() == 0
-    assert np.ptp(to_numpy(own.hidden_kernel), axis=0).min() > 0
-    # Glorot over one expert's own matrix, whatever the number of experts.
-    limit = np.sqrt(6 / (8 + 16))
-    assert 0.9 * limit < np.abs(kernel).max() <= limit
-
-
 @pytest.mark.every_backend
 def test_a_tiny_fit_lowers_the_loss_with_uneven_batches():
     keras.utils.set_random_seed(0)

@@ -128,8 +128,7 @@ def test_a_class_that_nobody_registered_is_refused():
 def test_a_name_is_taken_once():
     with pytest.raises(ValueError, match="stands for SoftRouter"):
         routers.register_router("soft")(type("Other", (routers.Router,), {}))
-    with pytest.raises(ValueError, match="Dense"):
-        routers.register_router("dense")(keras.layers.Dense)
+    refuses("Dense", routers.register_router("dense"), keras.layers.Dense)
     assert routers.register_router("soft")(routers.SoftRouter) is routers.SoftRouter
 
 

@@ -9,7 +9,6 @@ from keras_moe.layers import (
     AttentionPooling,
     MaskedPooling,
     TextPositions,
-    TokenEmbedding,
 )
 from tests.compare import assert_close, assert_same
 from tests.gradients import gradient
@@ -88,13 +87,6 @@ def test_attention_takes_lists_as_masks(mask, op_by_op):
         layer(tokens, mask=mask[:, 1:].tolist())
     with pytest.raises(ValueError, match=r"mask\.dtype=float"):
         layer(tokens, mask=mask.astype(float).tolist())
-
-
-def test_ids_choose_rows():
-    layer = TokenEmbedding(vocabulary_size=10, hidden_dim=5)
-    tokens = to_numpy(layer(IDS))
-    assert_same(tokens, to_numpy(layer.embeddings)[IDS])
-    assert 0.01 < to_numpy(layer.embeddings).std() < 0.03
 
 
 def test_places_of_short_texts():

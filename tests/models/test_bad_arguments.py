@@ -11,7 +11,6 @@ from keras_moe.models import (
     ContrastiveAccuracy,
     ContrastiveModel,
     ImagePreprocessor,
-    MixerBackbone,
     ModelCard,
     TextBackbone,
     TextTokenizer,
@@ -22,11 +21,10 @@ from keras_moe.models.loading._overrides import updated_moe
 from keras_moe.training import upcycle
 from tests.pair_models import IDS, IMAGE, IMAGES, MOE, PAIRS, TEXT, TEXTS, clip, limoe
 from tests.refusals import check_refused, named_values
-from tests.small_models import SMALL, images, small_tokenizer
+from tests.small_models import images, mixer, small_tokenizer, vit
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
-MIXER = {name: size for name, size in SMALL.items() if name != "num_heads"}
 NAN = float("nan")
 HEAD = MuMoE(3, 4, rank=5)
 UNKNOWN = {"limoe": {"thresholds": {"sound": 1.0}}}
@@ -43,19 +41,14 @@ def digits(**arguments):
     return models.from_preset(**{**defaults, **arguments})
 
 
-def mixer(**arguments):
-    return MixerBackbone.from_config({**MIXER, "token_mlp_dim": 8, **arguments})
-
-
 def dense_mixer():
     return mixer(moe_layers=None)
 
 
 def classifier(num_classes=3, **head):
-    sizes = {**SMALL, "num_layers": 1, "moe_layers": None}
     body = {name: head.pop(name) for name in list(head) if "norm_bias" in name}
-    backbone = ViTBackbone.from_config({**sizes, **body})
-    return ViTImageClassifier(backbone, num_classes, **head)
+    body |= {"num_layers": 1, "moe_layers": None}
+    return ViTImageClassifier(vit(**body), num_classes, **head)
 
 
 def pairs_model():
@@ -65,14 +58,12 @@ def pairs_model():
 MAKERS = {
     "digits": digits,
     "describe": lambda **kw: models.describe(**{"preset": "vmoe_digits", **kw}),
-    "ViT": lambda **kw: ViTBackbone.from_config({**SMALL, **kw}),
+    "ViT": vit,
     "ViT(...)": ViTBackbone,
     "mixer": mixer,
     "mixer_s32": lambda **kw: models.from_preset("mixer_s32", **kw),
     "muMoE": lambda **kw: mixer(**{"router": "mumoe", **kw}),
-    "MoE++": lambda **kw: ViTBackbone.from_config(
-        {**SMALL, "zero_experts": 1, "copy_experts": 1, **kw}
-    ),
+    "MoE++": lambda **kw: vit(**{"zero_experts": 1, "copy_experts": 1, **kw}),
     "text": lambda **kw: TextBackbone.from_config({**TEXT, "projection_dim": 4, **kw}),
     "classifier": classifier,
     "preprocessor": lambda **kw: ImagePreprocessor(**{"image_shape": (8, 8, 3), **kw}),

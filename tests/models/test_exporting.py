@@ -12,34 +12,29 @@ from keras_moe.routers import SparsityConstrainedAffinity
 from tests.compare import assert_close
 from tests.pair_models import MOE, ONE, PAIRS, TEXT, TEXTS, one_block
 from tests.refusals import refuses
-from tests.small_models import ONE_BLOCK, SMALL, images, with_weights
+from tests.small_models import (
+    ONE_BLOCK,
+    SMALL,
+    classifier,
+    images,
+    mixer,
+    vit,
+    with_weights,
+)
 
 BACKEND = keras.backend.backend()
 on_torch = pytest.mark.skipif(BACKEND != "torch", reason="a format of PyTorch")
 not_on_torch = pytest.mark.skipif(BACKEND == "torch", reason="needs TensorFlow")
-MIXER = {k: v for k, v in SMALL.items() if k != "num_heads"}
-
-
-def vit(**config):
-    return models.ViTBackbone.from_config({**SMALL, **ONE_BLOCK, **config})
 
 
 ANY_BATCH = {
-    "dense": lambda: models.ViTBackbone.from_config({**SMALL, "moe_layers": None}),
-    "vmoe": lambda: models.ViTBackbone.from_config(SMALL),
-    "soft": lambda: vit(router="soft"),
-    "expert choice": lambda: vit(router="softmax_expert_choice"),
-    "classifier": lambda: with_weights(
-        models.ViTImageClassifier(models.ViTBackbone.from_config(SMALL), 3)
-    ),
-    "mixer classifier": lambda: models.MixerImageClassifier(
-        models.MixerBackbone.from_config({**MIXER, "token_mlp_dim": 8}),
-        3,
-        head_bias=1.0,
-    ),
-    "dense mixer": lambda: models.MixerBackbone.from_config(
-        {**MIXER, "moe_layers": None, "token_mlp_dim": 8}
-    ),
+    "dense": lambda: vit(moe_layers=None),
+    "vmoe": lambda: vit(),
+    "soft": lambda: vit(**ONE_BLOCK, router="soft"),
+    "expert choice": lambda: vit(**ONE_BLOCK, router="softmax_expert_choice"),
+    "classifier": lambda: with_weights(classifier()),
+    "mixer classifier": lambda: models.MixerImageClassifier(mixer(), 3, head_bias=1.0),
+    "dense mixer": lambda: mixer(moe_layers=None),
     "text": lambda: models.TextBackbone.from_config({**TEXT, **MOE, **ONE}),
     "clip": lambda: models.ContrastiveModel(one_block("clip")),
     "limoe": lambda: models.ContrastiveModel(one_block("limoe")),
@@ -115,8 +110,7 @@ def test_every_router_is_exported(router, tmp_path):
     if router.startswith("sparsity") and BACKEND == "jax":
         # Newton's linear solver is not among what TensorFlow can run for JAX.
         options = {"affinity": SparsityConstrainedAffinity(solver="adam")}
-    config = {**SMALL, **ONE_BLOCK, "router": router, **options}
-    model = models.ViTBackbone.from_config(config)
+    model = vit(**ONE_BLOCK, router=router, **options)
     model.export(tmp_path / "model", format="tf_saved_model", verbose=False)
     loaded = tf.saved_model.load(tmp_path / "model")
     for size in (1, 3):
@@ -127,7 +121,7 @@ def test_every_router_is_exported(router, tmp_path):
 @pytest.mark.skipif(BACKEND != "jax", reason="others can")
 @pytest.mark.every_backend
 def test_groups_of_images_want_one_size_of_batch(tmp_path):
-    model = models.ViTBackbone.from_config({**SMALL, "evaluation": "official"})
+    model = vit(evaluation="official")
     with pytest.raises(ValueError, match=r"one size of batch.*input_signature=None"):
         model.export(tmp_path / "model")
     assert not (tmp_path / "model").exists()
@@ -141,7 +135,7 @@ def test_what_tensorflow_cannot_read_is_refused(tmp_path, monkeypatch):
 
     from keras_moe._backends.jax import readable_by_tensorflow
 
-    model = vit(router="sparsity_constrained_token_choice")
+    model = vit(**ONE_BLOCK, router="sparsity_constrained_token_choice")
     with pytest.raises(ValueError, match=r"solver='adam'.*received: solver='newton'"):
         model.export(tmp_path / "model")
     assert not (tmp_path / "model").exists()
@@ -187,7 +181,7 @@ def test_pytorch_programs_serve_any_batch(name, tmp_path):
 def test_pytorch_programs_of_one_batch(name, tmp_path):
     import torch
 
-    model = models.ViTBackbone.from_config({**SMALL, **ONE_BATCH[name]})
+    model = vit(**ONE_BATCH[name])
     options = {"format": "torch", "verbose": False}
     path = tmp_path / "model.pt2"
     model.export(path, **options, input_signature=signature(3))
@@ -210,7 +204,7 @@ LIMITED = {"evaluation": "batch_invariant", "eval_capacity_factor": 0.5}
 ONNX = {
     "vmoe": ANY_BATCH["classifier"],
     "int8": lambda: quantized(ANY_BATCH["classifier"]()),
-    "capacity": lambda: vit(**LIMITED, priority="max_gate"),
+    "capacity": lambda: vit(**ONE_BLOCK, **LIMITED, priority="max_gate"),
     "expert choice": ANY_BATCH["expert choice"],
     "soft": ANY_BATCH["soft"],
     "limoe": ANY_BATCH["limoe"],
@@ -259,9 +253,8 @@ def test_onnx_serves_any_batch(name, tmp_path):
 
 @on_torch
 def test_onnx_of_groups_of_images(tmp_path):
-    config = {**SMALL, **ONE_BLOCK, "evaluation": "official"}
     model, path = (
-        models.ViTBackbone.from_config(config),
+        vit(**ONE_BLOCK, evaluation="official"),
         tmp_path / "new" / "model.onnx",
     )
     message = r"\[keras.InputSpec\('float32', \(8, .*input_signature=None"
@@ -283,7 +276,7 @@ def test_onnx_of_groups_of_images(tmp_path):
     {"pictures": (None, *SMALL["image_shape"])},
 ])  # fmt: skip
 def test_signatures_of_other_inputs_are_refused(shapes, tmp_path):
-    model = models.ViTBackbone.from_config({**SMALL, **ONE_BLOCK})
+    model = vit(**ONE_BLOCK)
     if isinstance(shapes, dict):
         given = [{name: keras.InputSpec(shape=x) for name, x in shapes.items()}]
     else:
@@ -297,7 +290,7 @@ def test_signatures_of_other_inputs_are_refused(shapes, tmp_path):
 
 
 def test_a_folder_is_no_file_to_export_to(tmp_path):
-    model = models.ViTBackbone.from_config({**SMALL, **ONE_BLOCK})
+    model = vit(**ONE_BLOCK)
     for format in ("onnx", "torch"):
         refuses("received a folder: filepath=", model.export, tmp_path, format=format)
 
@@ -322,7 +315,7 @@ def test_saved_models_are_refused_with_what_works(tmp_path):
 def test_onnx_refuses_what_it_does_not_hold(config, message, tmp_path):
     path = tmp_path / "model.onnx"
     path.write_text("an earlier model")
-    model = models.ViTBackbone.from_config({**SMALL, **ONE_BLOCK, **config})
+    model = vit(**ONE_BLOCK, **config)
     refuses(message, model.export, path, format="onnx")
     if "router" in config:
         with pytest.raises(ValueError, match="format='torch'"):

@@ -10,7 +10,7 @@ from keras import ops
 from keras_moe import models
 from keras_moe.layers import MuMoE
 from tests.compare import assert_close, assert_same
-from tests.small_models import SMALL, images, with_weights
+from tests.small_models import images, vit, with_weights
 
 to_numpy = ops.convert_to_numpy
 SHAPE = (16, 8, 2)
@@ -33,8 +33,7 @@ pytestmark = pytest.mark.usefixtures("op_by_op")
 
 
 def backbone(**kwargs):
-    sizes = {**SMALL, "num_layers": 1, "moe_layers": None, "seed": 0}
-    return models.ViTBackbone.from_config({**sizes, **kwargs})
+    return vit(num_layers=1, moe_layers=None, seed=0, **kwargs)
 
 
 @pytest.mark.parametrize("position", HEADS)

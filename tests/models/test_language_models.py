@@ -241,8 +241,7 @@ def test_ids_of_a_data_set_are_looked_at():
     model = language_model("dense", num_layers=1)
     rows = {"token_ids": np.array([[1, 20]]), "padding_mask": np.ones((1, 2))}
     for call in (model.fit, model.evaluate):
-        with pytest.raises(ValueError, match=r"token ids from 0 .*; received: 20"):
-            call(Batches(rows), verbose=0)
+        refuses(r"token ids from 0 .*; received: 20", call, Batches(rows), verbose=0)
 
 
 @pytest.mark.parametrize("kind", ["texts", "lists", "array", "dict", "data set"])
@@ -470,8 +469,7 @@ def test_bad_arguments(arguments, message):
 def test_bad_inputs(x, message):
     model = language_model("dense")
     for method in ("predict", "fit", "evaluate"):
-        with pytest.raises(ValueError, match=message):
-            getattr(model, method)(x)
+        refuses(message, getattr(model, method), x)
 
 
 @pytest.mark.parametrize(("prompts", "max_length", "message"), [
@@ -501,8 +499,7 @@ def test_bad_texts():
     tokenizer = TextTokenizer(tokenizer.tokenizer, max_length=8)
     model.preprocessor = tokenizer
     refuses("no padding in each text", model.generate, "")
-    with pytest.raises(ValueError, match="vocabulary_size=520"):
-        CausalLM(decoder("dense"), tokenizer)
+    refuses("vocabulary_size=520", CausalLM, decoder("dense"), tokenizer)
     refuses("DecoderBackbone; received: backbone=3", CausalLM, 3)
     for arguments, message in (
         ({"loss": "mse"}, "loss='mse'"),

@@ -27,7 +27,7 @@ from keras_moe.models.saving._preset_folder import (
 from keras_moe.training import greedy_soup
 from tests.forks import run_python
 from tests.refusals import refuses
-from tests.small_models import SMALL
+from tests.small_models import classifier, vit
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 to_numpy = keras.ops.convert_to_numpy
@@ -36,7 +36,7 @@ to_numpy = keras.ops.convert_to_numpy
 @pytest.fixture(scope="module")
 def model():
     keras.utils.set_random_seed(0)
-    made = models.ViTImageClassifier(models.ViTBackbone.from_config(SMALL), 3)
+    made = classifier()
     made.output_dense.kernel.assign(np.ones(made.output_dense.kernel.shape))
     return made
 
@@ -76,8 +76,8 @@ def without_checksums(folder):
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    model = models.ViTImageClassifier(models.ViTBackbone.from_config(SMALL), 3)
-    adapted = models.ViTBackbone.from_config(SMALL)
+    model = classifier()
+    adapted = vit()
     adapted.enable_lora(4)
     saves = (
         lambda: model.save_to_preset(tmp_path / "preset"),
@@ -177,7 +177,7 @@ def test_an_empty_folder_does_not_cost_the_older_preset(presets, tmp_path):
 
 @pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
 def test_modes_follow_the_umask(model, tmp_path, umask):
-    backbone = models.ViTBackbone.from_config(SMALL)
+    backbone = vit()
     backbone.enable_lora(1)
     before = os.umask(umask)
     try:
@@ -225,12 +225,11 @@ SAVING_WITHOUT_ROOM = """
 import os, resource, sys
 if os.environ["KERAS_BACKEND"] != "tensorflow":
     sys.modules["tensorflow"] = None
-from keras_moe import models
-from tests.small_models import SMALL
+from tests.small_models import classifier, vit
 
 os.chdir(sys.argv[1])
-model = models.ViTImageClassifier(models.ViTBackbone.from_config(SMALL), 3)
-adapted = models.ViTBackbone.from_config(SMALL)
+model = classifier()
+adapted = vit()
 adapted.enable_lora(1)
 saves = {
     "all.weights.h5": model.save_weights,
@@ -359,12 +358,12 @@ def test_a_damaged_preset_is_named_by_describe(copies):
 
 
 def test_damaged_pairs_and_soups_are_named(model, tmp_path):
-    backbone = models.ViTBackbone.from_config(SMALL)
+    backbone = vit()
     backbone.enable_lora(2)
     path = tmp_path / "pairs.lora.h5"
     backbone.save_lora_weights(path)
     path.write_bytes(path.read_bytes()[:4000])
-    other = models.ViTBackbone.from_config(SMALL)
+    other = vit()
     refuses(re.escape(str(path)), other.load_lora_weights, path)
     # Nothing of it was added.
     assert not any("lora" in weight.name for weight in other.weights)

@@ -287,8 +287,7 @@ def test_a_tokenizer_is_part_of_a_preset(sentence_piece, tmp_path):
         assert backbone.predict(texts, verbose=0)["pooled"].shape == (1, 8)
     with pytest.raises(ValueError, match=r"at most the 529.*vocabulary_size=530"):
         own().check_fits(TextBackbone(vocabulary_size=529, num_layers=1))
-    with pytest.raises(ValueError, match="max_length=21"):
-        own(max_length=21).check_fits(backbone)
+    refuses("max_length=21", own(max_length=21).check_fits, backbone)
     backbone.save_to_preset(tmp_path / "without")
     refuses("without", TextTokenizer.from_preset, tmp_path / "without")
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_moe.models import ViTBackbone, ViTImageClassifier
+from keras_moe.models import ViTImageClassifier
 from tests.compare import assert_close
 from tests.forks import free_port, run_forked, run_script
-from tests.small_models import SMALL, images, with_weights
+from tests.small_models import SMALL, images, vit, with_weights
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(
@@ -22,11 +22,9 @@ IMAGES = images(4, *SMALL["image_shape"])
 LABELS = np.array([0, 1, 2, 0])
 
 
-def classifier(**kwargs):
-    backbone = ViTBackbone.from_config(
-        {**SMALL, "noise_std": 0.0, "examples_per_group": 1}
-    )
-    model = with_weights(ViTImageClassifier(backbone, 3, **kwargs))
+def classifier():
+    backbone = vit(noise_std=0.0, examples_per_group=1)
+    model = with_weights(ViTImageClassifier(backbone, 3))
     model.compile(keras.optimizers.SGD(0.1))
     return model
 
@@ -103,8 +101,7 @@ def test_saving_and_loading(tmp_path):
 
 
 def test_a_dense_model_compiles_as_one_graph():
-    sizes = {k: v for k, v in SMALL.items() if k not in ("moe_layers", "num_experts")}
-    model = with_weights(ViTBackbone.from_config(sizes))
+    model = with_weights(vit(moe_layers=None))
     inputs = torch.tensor(images(2, *SMALL["image_shape"]))
     # Without the compiler of C++ code, which takes most of the time and has no part
     # in whether a model can be read as one graph.

@@ -6,7 +6,7 @@ from keras import ops
 from keras_moe.models import ViTBackbone, ViTImageClassifier, describe
 from keras_moe.routers import ROUTERS as ALL_ROUTERS
 from tests.compare import assert_close, assert_same
-from tests.small_models import ONE_BLOCK, SMALL
+from tests.small_models import ONE_BLOCK, SMALL, vit
 
 to_numpy = ops.convert_to_numpy
 # The package's own: other tests register further ones.
@@ -24,9 +24,7 @@ def images(batch=5, shape=SMALL["image_shape"]):
 def classifier(num_classes=3, **kwargs):
     names = {"pooling", "multi_label", "representation_dim", "head_bias"} & {*kwargs}
     head = {name: kwargs.pop(name) for name in names}
-    return ViTImageClassifier(
-        ViTBackbone.from_config({**SMALL, **kwargs}), num_classes, **head
-    )
+    return ViTImageClassifier(vit(**kwargs), num_classes, **head)
 
 
 def test_each_site_that_draws_has_a_seed_of_its_own():
@@ -51,7 +49,7 @@ def test_a_frozen_backbone_adds_no_losses():
 
 
 def test_routing_records_come_out_of_predict_with_uneven_batches():
-    backbone = ViTBackbone.from_config({**SMALL, "moe_layers": "every_1"})
+    backbone = vit(moe_layers="every_1")
     model = keras.Model(backbone.input, backbone.routing)
     records = model.predict(images(batch=5), batch_size=2, verbose=0)
     assert list(records) == ["block_0", "block_1"]
@@ -146,7 +144,7 @@ def test_without_position_embedding_places_do_not_matter(class_token):
 
 def test_which_losses_auto_means():
     def names(**kwargs):
-        block = ViTBackbone.from_config({**SMALL, **kwargs}).get_layer("block_1")
+        block = vit(**kwargs).get_layer("block_1")
         return [loss.name for loss in block.feed_forward.auxiliary_losses]
 
     assert names() == ["importance", "load"]

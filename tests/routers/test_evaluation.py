@@ -89,9 +89,10 @@ def test_capacity_within_each_image(name):
 
 
 def test_descriptions_count_an_image_s_share_of_its_group():
-    experts = ViTBackbone.unbuilt_blocks(
-        **SMALL, router="softmax_expert_choice", evaluation="official", eval_capacity=4
-    )[0].feed_forward
+    limits = {"evaluation": "official", "eval_capacity": 4}
+    config = {**SMALL, "router": "softmax_expert_choice", **limits}
+    tower = ViTBackbone.tower(ViTBackbone.make_config(config), "float32")
+    experts = tower.blocks[0].feed_forward
     # Groups of 10 tokens have 4 experts x 4 slots, of which an image of 5 has half.
     cost, routing = experts.cost((5, 8)), experts.router.cost((5, 8))
     of_slots = experts.experts.cost((8, 8))

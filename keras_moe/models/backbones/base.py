@@ -187,19 +187,14 @@ class MoEBackbone(MoEModel, Backbone):
         return np.array([name in self.routing for name in self.block_names])
 
     @classmethod
-    def unbuilt_blocks(cls, **config) -> list:
-        """Creates the blocks of a backbone, unbuilt."""
-        return list(cls.tower(cls.make_config(config), "float32").blocks)
-
-    @classmethod
-    def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
+    def describe_parts(cls, config: Any) -> tuple[list[Part], int, int]:
         """Returns the parts with costs, the number of tokens N, and D."""
         raise NotImplementedError
 
     @classmethod
-    def sequence_lengths(cls, **config) -> tuple[int, ...]:
+    def sequence_lengths(cls, config: Any) -> tuple[int, ...]:
         """Lengths of the sequences in an example that attend separately."""
-        return (cls.describe_parts(**config)[1],)
+        return (cls.describe_parts(config)[1],)
 
     def enable_lora(
         self, rank: int, target_layer_names: list[str] | None = None
@@ -321,6 +316,5 @@ class ImageBackbone(MoEBackbone):
         return {**features, **self._block_tokens}
 
     @classmethod
-    def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
-        config = cls.make_config(config)
+    def describe_parts(cls, config: Any) -> tuple[list[Part], int, int]:
         return cls.tower(config, "float32").parts(config.image_shape)

@@ -73,7 +73,15 @@ class CLIPConfig(ModelArguments):
         if isinstance(tower, keras.Model):
             tower = tower.config.to_dict()
         config = family.make_config(tower_config(family, name, tower or {}))
-        _check_one_modality(name, config.moe)
+        count = getattr(config.moe, "modality_count", None)
+        if count is not None:
+            raise ValueError(
+                f"Expected experts of one modality in the tower {name}; received: a "
+                f"moe for {count} modalities"
+            )
+        losses = getattr(config.moe, "auxiliary_losses", None)
+        if losses not in (None, "auto"):
+            check_modalities(losses, 1)
         if name == "image" or self.projection_dim is None:
             return config
         return dataclasses.replace(
@@ -174,7 +182,11 @@ class CLIPBackbone(PairBackbone):
         for modality in _TOWERS:
             tower = kwargs.get(modality)
             if isinstance(tower, keras.Model):
-                _copy_weights(tower, self.tower_backbone(modality))
+                own = self.tower_backbone(modality)
+                for layer in tower.layers:
+                    # Raises ValueError if there are others, such as LoRA adapters.
+                    own.get_layer(layer.name).set_weights(layer.get_weights())
+                copy_freezing(tower, own)
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
@@ -259,12 +271,11 @@ class CLIPBackbone(PairBackbone):
         return self.config.text
 
     @classmethod
-    def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
-        config = cls.make_config(config)
+    def describe_parts(cls, config: Any) -> tuple[list[Part], int, int]:
         parts, num_tokens = [], 0
         for name, family in tower_families(cls).items():
             tower = getattr(config, name)
-            of_tower, tokens, dim = family.describe_parts(**tower.to_dict())
+            of_tower, tokens, dim = family.describe_parts(tower)
             parts += [part._replace(name=f"{name}/{part.name}") for part in of_tower]
             if name == "image":
                 parts += _image_pooler(config, "float32").parts((tokens, dim), "image/")
@@ -273,27 +284,6 @@ class CLIPBackbone(PairBackbone):
         cost = LogitScale(**config.temperature).cost((size,))
         parts.append(Part("logit_scale", "scale", *cost))
         return parts, num_tokens, size
-
-
-def _copy_weights(source, target):
-    for layer in source.layers:
-        new = target.get_layer(layer.name)
-        # Raises ValueError if there are other weights, such as LoRA adapters.
-        new.set_weights(layer.get_weights())
-    copy_freezing(source, target)
-
-
-def _check_one_modality(name, moe):
-    """Raises ValueError if a single-modality tower has modality-specific experts."""
-    count = getattr(moe, "modality_count", None)
-    if count is not None:
-        raise ValueError(
-            f"Expected experts of one modality in the tower {name}; received: a moe "
-            f"for {count} modalities"
-        )
-    losses = getattr(moe, "auxiliary_losses", None)
-    if losses not in (None, "auto"):
-        check_modalities(losses, 1)
 
 
 def _tower_backbone(config, modality, dtype):

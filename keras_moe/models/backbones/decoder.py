@@ -302,11 +302,10 @@ class DecoderBackbone(ReadsTexts, MoEBackbone):
             )
 
     def _check_inputs(self, inputs, labels=None):
-        check_texts(inputs, self.vocabulary_size, self.max_length, may_be_empty=False)
+        check_texts(inputs, self.vocabulary_size, self.max_length)
 
     @classmethod
-    def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
-        config = cls.make_config(config)
+    def describe_parts(cls, config: Any) -> tuple[list[Part], int, int]:
         parts, num_tokens, dim = cls.tower(config, "float32").parts(
             (config.max_length,)
         )

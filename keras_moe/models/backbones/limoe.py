@@ -170,8 +170,7 @@ class LIMoEBackbone(PairBackbone):
         return [f"image/{name}" for name in super().block_names]
 
     @classmethod
-    def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
-        config = cls.make_config(config)
+    def describe_parts(cls, config: Any) -> tuple[list[Part], int, int]:
         tower, dim = cls.tower(config, "float32"), config.hidden_dim
         max_length = config.max_length
         patches, num_patches = _image_embedding(config, "float32")
@@ -195,8 +194,7 @@ class LIMoEBackbone(PairBackbone):
         return parts, num_patches + max_length, dim
 
     @classmethod
-    def sequence_lengths(cls, **config) -> tuple[int, ...]:
-        config = cls.make_config(config)
+    def sequence_lengths(cls, config: Any) -> tuple[int, ...]:
         return _image_embedding(config, "float32")[1], config.max_length
 
 

@@ -167,8 +167,7 @@ class TextBackbone(ReadsTexts, MoEBackbone):
         )
 
     @classmethod
-    def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
-        config = cls.make_config(config)
+    def describe_parts(cls, config: Any) -> tuple[list[Part], int, int]:
         tower = cls.tower(config, "float32")
         parts, num_tokens, dim = tower.parts((config.max_length,))
         parts += _text_pooler(config, "float32").parts((num_tokens, dim))

@@ -116,9 +116,11 @@ class Tower(NamedTuple):
             own: dict[str, Any] = {"mixer_arguments": arguments} if arguments else {}
             is_moe = isinstance(block, MoEBlock)
             if is_moe and block.feed_forward.router.gating_residual:
-                own["previous_logits"] = (
-                    _no_logits(x, block) if logits is None else logits
-                )
+                if logits is None:
+                    zeros = ops.cast(ops.zeros_like(x[..., :1]), "float32")
+                    count = block.feed_forward.router.num_experts
+                    logits = ops.repeat(zeros, count, axis=-1)
+                own["previous_logits"] = logits
             outputs = block(x, **own, **fixed)
             x, *records = outputs if isinstance(outputs, tuple) else (outputs,)
             if caches is not None:
@@ -153,12 +155,6 @@ class Tower(NamedTuple):
                 Part("final_norm", "norm", *layer_cost(self.final_norm, shape))
             )
         return parts, *shape
-
-
-def _no_logits(tokens, block):
-    """Zeros, the previous logits of a first block that has a map of them."""
-    zeros = ops.cast(ops.zeros_like(tokens[..., :1]), "float32")
-    return ops.repeat(zeros, block.feed_forward.router.num_experts, axis=-1)
 
 
 def image_tower(

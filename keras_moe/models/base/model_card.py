@@ -286,6 +286,8 @@ def upload(uri: str, preset_dir: str | os.PathLike) -> None:
     ...
     ValueError: Expected a URI like hf://USER/MODEL or kaggle://...
     """
+    import huggingface_hub
+
     kind, _, name = uri.partition("://")
     num_parts = {"hf": 2, "kaggle": 4}.get(kind)
     if len(name.split("/")) != num_parts or "" in name.split("/"):
@@ -298,15 +300,11 @@ def upload(uri: str, preset_dir: str | os.PathLike) -> None:
     compare_preset(folder)
     with named_errors(uri):
         if kind == "hf" and (folder / CARD).is_file():
-            _upload_card(name, folder / CARD)
+            # First: KerasHub creates, and deletes, a missing one.
+            created = huggingface_hub.create_repo(repo_id=name, exist_ok=True)
+            huggingface_hub.upload_file(
+                path_or_fileobj=folder / CARD,
+                path_in_repo=CARD,
+                repo_id=created.repo_id,
+            )
         keras_hub.upload_preset(uri, str(folder))
-
-
-def _upload_card(repository, page):
-    """Uploads the card first: KerasHub creates, and deletes, a missing one."""
-    import huggingface_hub
-
-    created = huggingface_hub.create_repo(repo_id=repository, exist_ok=True)
-    huggingface_hub.upload_file(
-        path_or_fileobj=page, path_in_repo=CARD, repo_id=created.repo_id
-    )

@@ -198,14 +198,14 @@ def config_for_weights(cls: type, saved: dict, config: dict) -> dict:
     if not (_is_soft(before) and _is_soft(now)):
         return config
     old, new = before.router_arguments, now.router_arguments
-    saved, wanted = cls.make_config(saved).to_dict(), cls.make_config(config).to_dict()
-    sizes = [name for name in _SIZES if name in saved]
-    is_resized = any(_listed(wanted[x]) != _listed(saved[x]) for x in sizes)
+    saved, wanted = (cls.make_config(x) for x in (saved, config))
+    sizes = [[_listed(getattr(x, n, None)) for n in _SIZES] for x in (saved, wanted)]
     given = [x for x in ("num_selected_experts", "capacity_factor") if new[x] != old[x]]
-    if not is_resized or new["num_slots"] is not None or given:
+    if sizes[0] == sizes[1] or new["num_slots"] is not None or given:
         return config
-    block = next(b for b in cls.unbuilt_blocks(**saved) if isinstance(b, MoEBlock))
-    num_tokens = sum(cls.sequence_lengths(**saved))
+    blocks = cls.tower(saved, "float32").blocks
+    block = next(block for block in blocks if isinstance(block, MoEBlock))
+    num_tokens = sum(cls.sequence_lengths(saved))
     num_slots = block.feed_forward.router.group_capacity(num_tokens)
     name, arguments = split_router(now.router)
     arguments.pop("capacity_factor", None)

@@ -185,11 +185,11 @@ class Blueprint:
 
     def describe(self) -> Description:
         with _explained(self.weights):
-            parts, num_tokens, dim = self.backbone.describe_parts(**self._sizes())
+            config = self.backbone.make_config(self.config)
+            parts, num_tokens, dim = self.backbone.describe_parts(config)
             if self.task is not None:
-                config = self.backbone.make_config(self.config).to_dict()
                 parts = parts + self.task.describe_parts(
-                    config, num_tokens, dim, **self.task_config
+                    config.to_dict(), num_tokens, dim, **self.task_config
                 )
             if self.weights is not None:
                 self.weights.check()
@@ -203,18 +203,18 @@ class Blueprint:
         """Creates the towers of the backbone, unbuilt."""
         families = tower_families(self.backbone)
         with _explained(self.weights):
-            config = self.backbone.make_config(self.config).to_dict()
-            towers = {f"{k}/": (cls, config[k]) for k, cls in families.items()}
+            config = self.backbone.make_config(self.config)
+            towers = {"": (self.backbone, config)}
+            if families:
+                towers = {f"{k}/": (x, getattr(config, k)) for k, x in families.items()}
             return [
                 UnbuiltTower(
                     prefix,
-                    cls.unbuilt_blocks(**config),
-                    cls.sequence_lengths(**config),
-                    config["hidden_dim"],
+                    list(cls.tower(config, "float32").blocks),
+                    cls.sequence_lengths(config),
+                    config.hidden_dim,
                 )
-                for prefix, (cls, config) in (
-                    towers or {"": (self.backbone, config)}
-                ).items()
+                for prefix, (cls, config) in towers.items()
             ]
 
     def build(self) -> KerasModel:
@@ -254,11 +254,6 @@ class Blueprint:
     def _task_of(self, backbone, **changes):
         config = {**self.task_config, **changes, "backbone": backbone}
         return self.task.from_config(config)
-
-    def _sizes(self):
-        """The arguments that determine costs, which are the same for every dtype."""
-        not_sizes = ("name", "dtype", *TRAINING)
-        return {k: v for k, v in self.config.items() if k not in not_sizes}
 
     def close(self) -> None:
         """Closes the source; the blueprint cannot be built afterwards."""

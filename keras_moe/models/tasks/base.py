@@ -168,7 +168,11 @@ class MoETask(MoEModel):
             **kwargs: arguments of `keras.Model.compile`.
         """
         if isinstance(optimizer, str) and optimizer == "auto":
-            optimizer = _default_optimizer(self.backbone.dtype_policy)
+            # TensorFlow cannot compute a joint norm of bfloat16 and float32 gradients.
+            is_float32 = self.backbone.dtype_policy.variable_dtype == "float32"
+            optimizer = keras.optimizers.AdamW(
+                3e-4, weight_decay=1e-4, global_clipnorm=1.0 if is_float32 else None
+            )
         if isinstance(loss, str) and loss == "auto":
             loss = self.default_loss()
         loss = self._checked_loss(loss)
@@ -289,11 +293,3 @@ def _not_the_head(task):
     # None with compile=False.
     optimizer = getattr(task, "optimizer", None)
     return skipped if optimizer is None else [*skipped, optimizer]
-
-
-def _default_optimizer(policy):
-    # TensorFlow cannot compute a joint norm of bfloat16 and float32 gradients.
-    global_clipnorm = 1.0 if policy.variable_dtype == "float32" else None
-    return keras.optimizers.AdamW(
-        3e-4, weight_decay=1e-4, global_clipnorm=global_clipnorm
-    )

@@ -383,14 +383,25 @@ class CausalLM(LabellessTask, HubCausalLM):
             end = getattr(self.preprocessor, "end_id", None)
             stop_token_ids = None if end is None else [end]
         if stop_token_ids is not None:
-            stop_token_ids = self._checked_ids("stop_token_ids", stop_token_ids)
+            largest = self.backbone.vocabulary_size - 1
+            if not isinstance(stop_token_ids, (list, tuple, np.ndarray)):
+                raise ValueError(
+                    "Expected stop_token_ids to be 'auto', None or a list of ids; "
+                    f"received: stop_token_ids={stop_token_ids!r}"
+                )
+            stop_token_ids = tuple(
+                check_integer("stop_token_ids", id, 0, largest) for id in stop_token_ids
+            )
         if max_length is not None:
             check_integer("max_length", max_length, maximum=self.backbone.max_length)
         prompts = inputs
         if not isinstance(inputs, dict):
-            if max_length is None:
-                max_length = self.backbone.max_length
-            prompts = self._prompts(inputs, max_length)
+            max_length = max_length or self.backbone.max_length
+            tokenizer = self._tokenizer()
+            rows = tokenizer.prompts([inputs] if isinstance(inputs, str) else inputs)
+            # Longer prompts are refused below, by their lengths.
+            longest = max([max_length, *map(len, rows)])
+            prompts = padded_rows(rows, longest, tokenizer.padding_id)
         prompts = self._checked_prompts(prompts, max_length)
         outputs = self.make_generate_function()(prompts, stop_token_ids=stop_token_ids)
         outputs = {name: ops.convert_to_numpy(x) for name, x in outputs.items()}
@@ -401,22 +412,6 @@ class CausalLM(LabellessTask, HubCausalLM):
             return {"token_ids": ids, "padding_mask": mask}
         texts = self._tokenizer().texts([row[kept] for row, kept in zip(ids, mask)])
         return texts[0] if isinstance(inputs, str) else texts
-
-    def _checked_ids(self, name, ids):
-        largest = self.backbone.vocabulary_size - 1
-        if not isinstance(ids, (list, tuple, np.ndarray)):
-            raise ValueError(
-                f"Expected {name} to be 'auto', None or a list of token ids; received: "
-                f"{name}={ids!r}"
-            )
-        return tuple(check_integer(name, id, 0, largest) for id in ids)
-
-    def _prompts(self, texts, max_length):
-        tokenizer = self._tokenizer()
-        rows = tokenizer.prompts([texts] if isinstance(texts, str) else texts)
-        longest = max((len(row) for row in rows), default=0)
-        # Longer prompts are refused later, by their lengths.
-        return padded_rows(rows, max(max_length, longest), tokenizer.padding_id)
 
     def _checked_prompts(self, prompts, max_length):
         """Prompts of the wanted length, as int32 arrays."""
