@@ -23,6 +23,7 @@ from keras_moe.evaluation.image_text import (
     PairEmbeddings,
     encode_classes,
     encode_pairs,
+    mteb_model,
     zero_shot_from_model,
 )
 from keras_moe.evaluation.language import (
@@ -85,6 +86,7 @@ __all__ = [
     "linear_probe_from_model",
     "lm_eval_model",
     "mean_average_precision",
+    "mteb_model",
     "multiple_choice",
     "nearest_neighbours",
     "nearest_neighbours_from_model",

@@ -240,8 +240,8 @@ def linear_probe(
         num_classes = int(max(labels.max(), to_numpy(test_labels).max())) + 1
     order = np.random.default_rng(0).permutation(len(labels))
     held, rest = np.split(order, [max(len(order) // 5, 1)])
-    parts = [(features[part], labels[part]) for part in (rest, held)]
-    l2 = [chosen_l2(*parts, num_classes, l2s)]
+    fitted, measured = ((features[x], labels[x]) for x in (rest, held))
+    l2 = [chosen_l2(fitted, measured, num_classes, l2s)]
     data = features, labels, test_features, test_labels
     return float(few_shot_accuracies(*data, num_classes, l2)[0])
 

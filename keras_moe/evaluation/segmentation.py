@@ -120,17 +120,19 @@ def segmentation_probe(
             f"Expected labels of pixels in [0, {num_classes}), and at least one; "
             f"received: {highest if highest >= 0 else 'none'}"
         )
-    if len(train) < 2:
-        raise ValueError(f"Expected at least 2 training images; received: {len(train)}")
     labels = patch_labels(train_masks, train.shape[1:3], num_classes)
-    order = np.random.default_rng(0).permutation(len(train))
+    labelled = np.flatnonzero((labels >= 0).any(axis=(1, 2)))
+    if len(labelled) < 2:
+        raise ValueError(
+            "Expected at least 2 training images with labelled pixels; "
+            f"received: {len(labelled)}"
+        )
+    order = np.random.default_rng(0).permutation(labelled)
     held, rest = np.split(order, [max(len(order) // 5, 1)])
     # Patches of an image are alike, so whole images are held out.
-    parts = [_labelled(train[part], labels[part]) for part in (rest, held)]
-    # Without a labelled patch in one of them, there is nothing to choose by.
-    by_parts = len(l2s) > 1 and all(len(own) for _, own in parts)
-    l2 = chosen_l2(*parts, num_classes, l2s) if by_parts else l2s[len(l2s) // 2]
-    classifier = ridge_regression(*_labelled(train, labels), num_classes, float(l2))
+    fitted, measured = (_labelled(train[x], labels[x]) for x in (rest, held))
+    l2 = chosen_l2(fitted, measured, num_classes, l2s)
+    classifier = ridge_regression(*_labelled(train, labels), num_classes, l2)
     confusion = np.zeros((num_classes, num_classes), "int64")
     for grid, mask in zip(test, test_masks):
         scores = classifier.scores(grid.reshape(-1, grid.shape[-1]))
@@ -144,9 +146,7 @@ def segmentation_probe(
         raise ValueError("Expected labelled pixels in test_masks; received: none")
     iou = np.where(union > 0, right / np.maximum(union, 1), np.nan)
     accuracy = float(right.sum() / confusion.sum())
-    return SegmentationResult(
-        float(np.nanmean(iou)), iou, accuracy, confusion, float(l2)
-    )
+    return SegmentationResult(float(np.nanmean(iou)), iou, accuracy, confusion, l2)
 
 
 def segmentation_probe_from_model(
@@ -192,7 +192,7 @@ def segmentation_probe_from_model(
 
 
 def patch_labels(
-    masks: np.ndarray, grid: tuple[int, int], num_classes: int
+    masks: np.ndarray, grid: tuple[int, ...], num_classes: int
 ) -> np.ndarray:
     """Labels (N, h, w) that most pixels of a patch have; -1 if none has a label."""
     # Of equally many, the lower label.
@@ -210,7 +210,7 @@ def patch_labels(
     return labels.reshape(-1, *grid)
 
 
-def resize(scores: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+def resize(scores: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
     """Interpolates (h, w, C) bilinearly between the centres of cells, to (H, W, C)."""
     rows, columns = map(_interpolation, scores.shape[:2], size)
     return np.einsum("yh,xw,hwc->yxc", rows, columns, scores, optimize=True)
@@ -229,7 +229,7 @@ def _labelled(grids, labels):
     return grids[has_label], labels[has_label]
 
 
-def _check_grids(name, features, dim=None):
+def _check_grids(name, features, dim=None) -> np.ndarray:
     """Checks that features (N, h, w, F) are finite; returns float64."""
     array = to_numpy(features)
     if array.ndim != 4:
@@ -241,7 +241,7 @@ def _check_grids(name, features, dim=None):
     return flat.reshape(array.shape)
 
 
-def _check_masks(name, masks, grids, ignore_label):
+def _check_masks(name, masks, grids, ignore_label) -> np.ndarray:
     """Checks labels (N, H, W) of pixels; returns int64, -1 where they do not count."""
     array, (count, rows, columns, _) = to_numpy(masks), grids.shape
     fits = array.ndim == 3 and len(array) == count and array.size

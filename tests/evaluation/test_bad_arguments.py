@@ -134,6 +134,7 @@ RIGHT = {
         (segmentation_probe, {"test_masks": np.ones((2, 4, 5), int)}, "(2, 4, 5)"),
         (segmentation_probe, {"test_masks": np.ones((2, 4, 6))}, "dtype=float64"),
         (segmentation_probe, {"test_masks": np.full((2, 4, 6), 255)}, "received: none"),
+        (segmentation_probe, {"train_masks": np.full((3, 4, 6), 255)}, "received: 0"),
         (segmentation_probe, {"num_classes": 1}, "received: 1"),
         (segmentation_probe, {"l2s": [0.0]}, "l2s=[0.0]"),
         (retrieval, {"image_embeddings": np.ones((0, 3))}, "shape=(0, 3)"),
