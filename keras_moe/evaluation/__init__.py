@@ -6,6 +6,12 @@ from keras_moe.evaluation.average_precision import (
     precision_at_1,
     streamed_average_precision,
 )
+from keras_moe.evaluation.confidence import (
+    CalibrationResult,
+    OutOfDistributionResult,
+    calibration,
+    out_of_distribution,
+)
 from keras_moe.evaluation.few_shot import (
     FewShotResult,
     few_shot,
@@ -17,6 +23,7 @@ from keras_moe.evaluation.image_text import (
     PairEmbeddings,
     encode_classes,
     encode_pairs,
+    mteb_model,
     zero_shot_from_model,
 )
 from keras_moe.evaluation.language import (
@@ -25,11 +32,21 @@ from keras_moe.evaluation.language import (
     lm_eval_model,
     multiple_choice,
 )
+from keras_moe.evaluation.nearest_neighbours import (
+    NearestNeighboursResult,
+    nearest_neighbours,
+    nearest_neighbours_from_model,
+)
 from keras_moe.evaluation.retrieval import (
     ContrastiveAccuracyResult,
     RetrievalResult,
     contrastive_accuracy,
     retrieval,
+)
+from keras_moe.evaluation.segmentation import (
+    SegmentationResult,
+    segmentation_probe,
+    segmentation_probe_from_model,
 )
 from keras_moe.evaluation.zero_shot import (
     TEMPLATES,
@@ -45,14 +62,19 @@ from keras_moe.evaluation.zero_shot import (
 
 __all__ = [
     "TEMPLATES",
+    "CalibrationResult",
     "ClassSubset",
     "ContrastiveAccuracyResult",
     "FewShotResult",
     "MultipleChoiceResult",
+    "NearestNeighboursResult",
+    "OutOfDistributionResult",
     "PairEmbeddings",
     "RetrievalResult",
+    "SegmentationResult",
     "ZeroShotResult",
     "average_precision",
+    "calibration",
     "class_embeddings",
     "continuation_log_likelihoods",
     "contrastive_accuracy",
@@ -64,13 +86,19 @@ __all__ = [
     "linear_probe_from_model",
     "lm_eval_model",
     "mean_average_precision",
+    "mteb_model",
     "multiple_choice",
+    "nearest_neighbours",
+    "nearest_neighbours_from_model",
+    "out_of_distribution",
     "precision_at_1",
     "prompts",
     "read_class_names",
     "read_class_subset",
     "read_templates",
     "retrieval",
+    "segmentation_probe",
+    "segmentation_probe_from_model",
     "streamed_average_precision",
     "zero_shot",
     "zero_shot_from_model",

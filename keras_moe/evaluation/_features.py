@@ -75,7 +75,15 @@ def check_labels(
 def extract_features(
     name: str, model: Callable, data: object, batch_size: int, verbose: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Features and labels of all batches, equal in all processes."""
+    """Features (N, F) and labels of all batches, equal in all processes."""
+    features, labels = extract_outputs(name, model, data, batch_size, verbose)
+    return check_features(f"features of {name}", features), labels
+
+
+def extract_outputs(
+    name: str, model: Callable, data: object, batch_size: int, verbose: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """A model's outputs of any shape, and labels."""
     batches, num_batches = read_batches(data, batch_size, name)
     progress = keras.utils.Progbar(num_batches, verbose=verbose, unit_name="batch")
     features, labels, size = [], [], 0
@@ -95,5 +103,4 @@ def extract_features(
         raise ValueError(f"Expected at least one image in {name}; received: none")
     if num_batches is None:
         progress.update(len(labels), finalize=True)
-    features = check_features(f"features of {name}", np.concatenate(features))
-    return features, np.concatenate(labels)
+    return np.concatenate(features), np.concatenate(labels)

@@ -240,14 +240,23 @@ def linear_probe(
         num_classes = int(max(labels.max(), to_numpy(test_labels).max())) + 1
     order = np.random.default_rng(0).permutation(len(labels))
     held, rest = np.split(order, [max(len(order) // 5, 1)])
-    accuracies = few_shot_accuracies(
-        features[rest], labels[rest], features[held], labels[held], num_classes, l2s
-    )
-    # Of equally good penalties, one in the middle.
-    best = l2s[accuracies == accuracies.max()]
-    l2 = [best[len(best) // 2]]
+    fitted, measured = ((features[x], labels[x]) for x in (rest, held))
+    l2 = [chosen_l2(fitted, measured, num_classes, l2s)]
     data = features, labels, test_features, test_labels
     return float(few_shot_accuracies(*data, num_classes, l2)[0])
+
+
+def chosen_l2(
+    train: tuple[np.ndarray, np.ndarray],
+    held: tuple[np.ndarray, np.ndarray],
+    num_classes: int,
+    l2s: np.ndarray,
+) -> float:
+    """The penalty of highest accuracy on features and labels that are held out."""
+    accuracies = few_shot_accuracies(*train, *held, num_classes, l2s)
+    # Of equally good penalties, one in the middle.
+    best = l2s[accuracies == accuracies.max()]
+    return float(best[len(best) // 2])
 
 
 def linear_probe_from_model(

@@ -151,8 +151,8 @@ def convert(
             and .data files, also `gs://vmoe_checkpoints/...`); a `.npz` of Google's ViT
             or MLP-Mixer releases (also `gs://vit_models/...`, `gs://mixer_models/...`);
             a `.safetensors` file, or a folder or `hf://` repository with one, of a timm
-            ViT or Mixer, OpenCLIP, transformers' CLIP, SigLIP or DINO, GPT-2, or
-            MoE++'s language models, in several files, too; or a KerasHub ViT, CLIP,
+            ViT or Mixer, OpenCLIP, transformers' CLIP, SigLIP or DINO, SigLino, GPT-2,
+            or MoE++'s language models, in several files, too; or a KerasHub ViT, CLIP,
             SigLIP, GPT-2, Llama, Mistral or Qwen 3 model or preset. Image-text models
             become a `ContrastiveModel`, with CLIP's tokenizer if its files are there.
         task: `"backbone"` or a task name; None decides as in `from_preset`.

@@ -17,6 +17,7 @@ from keras_moe.training.evaluators import (
 )
 from keras_moe.training.metrics import MeanAveragePrecision, PrecisionAt1
 from keras_moe.training.model_soups import Soup, cooldown_branch, greedy_soup
+from keras_moe.training.muon import Muon
 from keras_moe.training.non_finite import (
     NonFinite,
     NonFiniteLoss,
@@ -65,6 +66,7 @@ __all__ = [
     "ModelConfig",
     "Monitor",
     "MultiLabel",
+    "Muon",
     "NextToken",
     "NonFinite",
     "NonFiniteLoss",

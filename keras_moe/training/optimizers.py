@@ -25,6 +25,7 @@ from keras_moe._compat import (
     rate_or_schedule,
     variable_layout,
 )
+from keras_moe.training.muon import Muon
 from keras_moe.training.sections import Section
 
 # Groups that can be matched by name. Weights of muMoE layers are factors; only their
@@ -370,14 +371,14 @@ def _grouped(base: Any) -> type:
     # update all weights together.
     implementation = type(base.__new__(base))
     name = f"Grouped{base.__name__}"
-    doc = f"`keras.optimizers.{base.__name__}` with `ParameterGroups`."
+    doc = f"`{base.__name__}` with `ParameterGroups`."
     body = {"__doc__": doc, "__module__": __name__}
     grouped = type(name, (ParameterGroups, implementation), body)
     return keras.saving.register_keras_serializable("keras_moe")(grouped)
 
 
-# Without Muon, which combines two optimizers, and Nadam, which keeps a product of
-# momenta that every group would update.
+# Without Nadam, which keeps a product of momenta that every group would update. Keras's
+# own Muon is replaced by one that knows experts.
 OPTIMIZERS = {
     base.__name__.lower(): _grouped(base)
     for base in (
@@ -390,6 +391,7 @@ OPTIMIZERS = {
         keras.optimizers.Ftrl,
         keras.optimizers.Lamb,
         keras.optimizers.Lion,
+        Muon,
         keras.optimizers.RMSprop,
         keras.optimizers.SGD,
     )
@@ -403,7 +405,8 @@ def optimizer_class(name: str) -> type:
     `OptimizerConfig`, and `peak_learning_rate`, which divides the weight decay.
 
     Args:
-        name: `"vitg_adafactor"`, or the name of a Keras optimizer, such as `"adamw"`.
+        name: `"vitg_adafactor"`, `"muon"` (see `Muon`), or the name of a Keras
+            optimizer, such as `"adamw"`.
 
     Example:
 

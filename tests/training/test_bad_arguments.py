@@ -63,6 +63,7 @@ MAKERS = {
     ).new_schedule(1),
     "branch": training.cooldown_branch,
     "Adafactor": training.ViTGAdafactor,
+    "Muon": training.Muon,
     "optimizer": lambda **kw: training.optimizer_class("adamw")(0.1, **kw),
     "groups": lambda **kw: group_factors([kw], KERNELS),
     "best epoch": lambda **kw: training.BestEpoch("loss", **kw),
@@ -124,6 +125,13 @@ BAD_VALUES = {
         "data.epoch_size": [0],
     },
     "schedule": {"decay": ["stairs"]},
+    "Muon": {
+        "momentum": [1.0],
+        "ns_steps": [0],
+        "rms_rate": [0.0],
+        "ns_dtype": ["float16"],
+        "exclude_layers": [["("]],
+    },
     "Adafactor": {
         "epsilon": [0.0],
         "momentum": [-0.1],

@@ -197,7 +197,7 @@ def data(count=24):
     return draw.normal(size=(count, 4)), draw.normal(size=(count, 2))
 
 
-@pytest.mark.parametrize("name", ["adamw", "vitg_adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "muon", "vitg_adafactor"])
 def test_accumulated_batches_are_one_batch(name):
     def trained(batch_size, **options):
         optimizer = training.optimizer_class(name)(
@@ -224,7 +224,7 @@ def test_accumulated_batches_are_one_batch(name):
 
 
 @pytest.mark.every_backend
-@pytest.mark.parametrize("name", ["adamw", "vitg_adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "muon", "vitg_adafactor"])
 def test_a_compiled_model_keeps_its_state_and_groups(name, tmp_path):
     optimizer = training.optimizer_class(name)(
         0.01, weight_decay=0.5, groups=[{"match": "two/.*", "weight_decay": 0.0}]

@@ -62,8 +62,9 @@ def run(folder, *callbacks, mine=None, **options):
         # 14 batches of 96 in an epoch; the run ends within the second.
         {"epochs": None, "steps": 8, "gradient_accumulation_steps": 2}
         | {"ema_momentum": 0.9},
+        {"optimizer": "muon"},
     ],
-    ids=["epochs", "steps"],
+    ids=["epochs", "steps", "muon"],
 )
 def test_a_run_goes_on_as_if_it_had_not_ended(small, tmp_path, settings):
     mine = recipe(**settings)
