@@ -78,7 +78,7 @@ def _shares(model):
     """The share of each block's MLP that its experts, and its shared ones, compute."""
     backbone, shares = getattr(model, "backbone", model), {}
     for name in backbone.routing:
-        moe = getattr(backbone.get_layer(name), "feed_forward", None)
+        moe: Any = getattr(backbone.get_layer(name), "feed_forward", None)
         if getattr(moe, "shared_experts", None) is not None:
             # s MLP(x) from each, where the routed ones have route_scale on top.
             scale = getattr(moe.router, "route_scale", 1.0)

@@ -189,7 +189,7 @@ class RouterHealth(PeriodicCallback):
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()
         for row in self.layers:
-            joined = {
+            joined: dict[Any, str] = {
                 name: " ".join(f"{value:.6g}" for value in row[name] or ())
                 for name in _PER_EXPERT
             }

@@ -399,10 +399,10 @@ def block_rules(
     is_gated = arguments.get("gated_mlp", False)
     is_fused = is_gated and names.gate == names.mlp[0]
     # The gate comes first in a matrix of both.
-    of_hidden = {"part": 1, "parts": 2} if is_fused else {}
+    of_hidden: dict[str, Any] = {"part": 1, "parts": 2} if is_fused else {}
     rules.update(linear(f"{path}/mlp/hidden", hidden, **of_hidden))
     if is_gated:
-        of_gate = {**of_hidden, "part": 0} if is_fused else {}
+        of_gate: dict[str, Any] = {**of_hidden, "part": 0} if is_fused else {}
         rules.update(linear(f"{path}/mlp/gate", f"{block}{names.gate}", **of_gate))
     if arguments.get("query_key_norm"):
         for projection, name in zip(("query", "key"), names.query_key_norms):

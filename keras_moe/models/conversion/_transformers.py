@@ -567,7 +567,8 @@ def _exported_preprocessor(preprocessor, side, image_range, name, crop):
 def _dinov2_files(model):
     kind = "transformers' DINOv2"
     tower = model.towers["image"]
-    config, names, own = tower.config, _DINOV2, {"model_type": "dinov2"}
+    config, names = tower.config, _DINOV2
+    own: dict[str, Any] = {"model_type": "dinov2"}
     tower.check(kind, position_embedding="learned", key_bias=True, **_DINO)
     if config["gated_mlp"]:
         names = _with_mlp(names, _DINOV2_GATED[0])

@@ -184,11 +184,11 @@ class MoETask(MoEModel):
         _HUB_TASK.compile(
             self, optimizer=optimizer, loss=loss, metrics=metrics, **kwargs
         )
-        optimizer = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        made: Any = getattr(self.optimizer, "inner_optimizer", self.optimizer)
         for layer in flatten_layers(self):
             if isinstance(layer, TokenChoiceRouter):
                 # A selection bias moves once a step, too.
-                layer.passes_per_step = optimizer.gradient_accumulation_steps or 1
+                layer.passes_per_step = made.gradient_accumulation_steps or 1
 
     def _checked_loss(self, loss):
         """Returns the loss that Keras gets; raises ValueError if it does not fit."""
