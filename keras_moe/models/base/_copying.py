@@ -96,9 +96,9 @@ def with_kept_experts(
             before["method"] != method or before["removed"] > removed
         ):
             raise ValueError(
-                f"Expected method={before['method']!r}, removed={before['removed']}, "
-                "by which the model is pruned; received: "
-                f"method={method!r}, removed={removed}"
+                f"Expected those of a model pruned with method={before['method']!r}, "
+                f"removed={before['removed']}; received: method={method!r}, "
+                f"removed={removed}"
             )
         kept = {}
         for name in {**own, **before["kept_experts"]}:
