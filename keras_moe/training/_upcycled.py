@@ -161,16 +161,17 @@ def carry_state(dense: Any, sparse: Any, sources: dict[str, tuple[str, bool]]) -
             getattr(sparse, name).assign(keras.ops.convert_to_numpy(slots))
             carried += 1
             continue
-        # Slots are a list with a variable for each weight.
+        # Slots are a list with a variable for each weight that has one.
         is_list = isinstance(slots, (list, tuple)) and len(slots) == len(dense_paths)
         if name in _NOT_SLOTS or not is_list:
             continue
-        if not all(isinstance(slot, keras.Variable) for slot in slots):
+        if not all(isinstance(x, (keras.Variable, type(None))) for x in slots):
             continue
         for path, slot in zip(sparse_paths, getattr(sparse, name)):
             source, is_tiled = sources.get(path, (None, False))
-            if source in indices:
-                value = keras.ops.convert_to_numpy(slots[indices[source]])
+            old = slots[indices[source]] if source in indices else None
+            if slot is not None and old is not None:
+                value = keras.ops.convert_to_numpy(old)
                 slot.assign(np.broadcast_to(value, slot.shape) if is_tiled else value)
                 carried += 1
     return carried
