@@ -65,7 +65,7 @@ def batches(examples: Examples, settings: BatchSettings) -> Any:
         return pixels, targets, key
 
     def scaled(images):
-        if not all(step.keeps_range for step in settings.steps):
+        if settings.steps:
             images = tf.clip_by_value(images, 0.0, 255.0)
         return images * (1 / 127.5) - 1.0
 

@@ -19,7 +19,6 @@ from keras_moe._compat import (
     replaced_seed_generator,
 )
 from keras_moe._types import Structure, Tensor
-from keras_moe.data import _keras_layers as fast
 from keras_moe.data._packages import tf
 from keras_moe.data.reading import needs_pillow
 
@@ -122,15 +121,28 @@ def _rand_augment_layers(magnitude: float) -> list[keras.layers.Layer]:
         layers.RandomTranslation(height_factor=shift, width_factor=0.0, **geometric),
         layers.RandomRotation(factor=30 / 360 * magnitude, **geometric),
         layers.RandomBrightness(factor=blend, **colour),
-        fast.Contrast(factor=(blend, blend), **colour),
+        layers.RandomContrast(factor=(blend, blend), **colour),
         layers.RandomColorDegeneration(factor=blend, **colour),
         # 0.5 leaves the image unchanged.
         layers.RandomSharpness(factor=(0.5 - blend / 2, 0.5 + blend / 2), **colour),
         layers.RandomPosterization(factor=(bits, bits), **colour),
-        fast.ScaledSolarization(magnitude, **colour),
-        fast.AutoContrast(**colour),
-        fast.Equalization(**colour),
+        _ScaledSolarization(magnitude, **colour),
+        layers.AutoContrast(**colour),
+        layers.Equalization(**colour),
     ]
+
+
+class _ScaledSolarization(keras.layers.Solarization):
+    """Inverts pixels above a random threshold of at least 256 (1 - magnitude)."""
+
+    def __init__(self, magnitude: float, **kwargs):
+        super().__init__(threshold_factor=1.0, **kwargs)
+        self.magnitude = magnitude
+
+    def get_random_transformation(self, data, training=True, seed=None):
+        drawn: Any = super().get_random_transformation(data, training, seed)
+        thresholds = 256 - self.magnitude * (256 - drawn["thresholds"])
+        return {**drawn, "thresholds": thresholds}
 
 
 class RandomResizedCrop:
@@ -279,7 +291,6 @@ class Step(NamedTuple):
     crop: RandomResizedCrop | None
     mixes_labels: bool
     is_stateless: bool
-    keeps_range: bool
 
 
 def build_steps(
@@ -300,7 +311,7 @@ def _by_name(
     moved = {**plain, "fill_mode": "nearest"}
     layers, (height, width, _) = keras.layers, image_shape
     makers = {
-        "flip": fast.RandomFlip,
+        "flip": lambda: layers.RandomFlip("horizontal", **plain),
         "translation": lambda factor=0.1: layers.RandomTranslation(
             factor, factor, **moved
         ),
@@ -310,7 +321,7 @@ def _by_name(
         "mixup": lambda alpha=0.2: (
             check_positive("alpha", alpha) and layers.MixUp(alpha, **plain)
         ),
-        "cutmix": lambda factor=1.0: fast.CutMix(factor, **plain),
+        "cutmix": lambda factor=1.0: layers.CutMix(factor, **plain),
         "random_resized_crop": lambda scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3): (
             RandomResizedCrop(height, width, scale, ratio)
         ),
@@ -357,8 +368,7 @@ def _build_step(item: Any, image_shape: tuple[int, int, int], seed: int) -> Step
         return tf.cast(images, "float32"), labels
 
     crop = item if isinstance(item, RandomResizedCrop) else None
-    keeps_range = type(item) in (fast.RandomFlip, RandomResizedCrop)
-    return Step(function, crop, mixes_labels, is_stateless, keeps_range)
+    return Step(function, crop, mixes_labels, is_stateless)
 
 
 def _mixes_labels(item: object) -> bool:
