@@ -4,7 +4,6 @@ from keras_moe.evaluation.average_precision import (
     average_precision,
     mean_average_precision,
     precision_at_1,
-    streamed_average_precision,
 )
 from keras_moe.evaluation.confidence import (
     CalibrationResult,
@@ -99,7 +98,6 @@ __all__ = [
     "retrieval",
     "segmentation_probe",
     "segmentation_probe_from_model",
-    "streamed_average_precision",
     "zero_shot",
     "zero_shot_from_model",
 ]

@@ -4,8 +4,6 @@ Labels are 0-1 vectors (N, C), or class numbers (N, L) padded with -1 if
 `sparse_labels`, of N examples and C classes. Examples of weight 0 do not count.
 """
 
-from collections.abc import Callable, Iterable
-
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -102,74 +100,7 @@ def mean_of_defined(values: np.ndarray) -> float:
     return float(np.nanmean(values))
 
 
-def streamed_average_precision(
-    batches: Callable[[], Iterable], num_classes: int, sparse_labels: bool = False
-) -> np.ndarray:
-    """`average_precision` over batches, without all scores in memory.
-
-    Reads the batches twice: to collect the scores of the positives, which are few, and
-    to count the examples ranked above each. Returns float64 (C,), NaN without examples.
-
-    Args:
-        batches: function that returns an iterable of (labels, scores) or (labels,
-            scores, weights), the same in each call.
-        num_classes: C.
-        sparse_labels: whether labels are class numbers.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.evaluation import streamed_average_precision
-    >>> batch = np.array([[0, -1], [1, -1]]), np.array([[0.9, 0.8], [0.1, 0.3]])
-    >>> streamed_average_precision(lambda: [batch], 2, sparse_labels=True).tolist()
-    [1.0, 0.5]
-    """
-    options = {"sparse_labels": sparse_labels, "may_be_empty": True}
-    positives = []
-    for batch in batches():
-        labels, scores, weight = _checked(*batch, **options)
-        if scores.shape[1] != num_classes:
-            raise ValueError(
-                f"Expected scores (N, {num_classes}); received: shape={scores.shape}"
-            )
-        example, label = np.nonzero(labels * (weight > 0)[:, None])
-        positives.append((label, scores[example, label], weight[example]))
-    classes, at, weights = (np.concatenate(parts) for parts in zip(*positives))
-    order = np.lexsort((at, classes))
-    classes, at, weights = classes[order], at[order], weights[order]
-    starts = np.searchsorted(classes, np.arange(num_classes + 1))
-    # Weight of the examples between each positive's score and the next one.
-    every = np.zeros(len(at))
-    present = [c for c in range(num_classes) if starts[c] < starts[c + 1]]
-    for batch in batches():
-        _, scores, weight = _checked(*batch, **options)
-        columns = np.ascontiguousarray(scores.T)
-        for c in present:
-            mine = at[starts[c] : starts[c + 1]]
-            # The first of equal scores gets the weight of all.
-            rank = np.searchsorted(mine, columns[c], side="right") - 1
-            reached = rank >= 0
-            rank = np.searchsorted(mine, mine[rank[reached]])
-            every[starts[c] : starts[c + 1]] += np.bincount(
-                rank, weight[reached], minlength=len(mine)
-            )
-    result = np.full(num_classes, np.nan)
-    for c in present:
-        part = slice(starts[c], starts[c + 1])
-        first = np.searchsorted(at[part], at[part])
-        # Cumulative sums from the highest score down.
-        true = np.cumsum(weights[part][::-1])[::-1][first]
-        above = np.cumsum(every[part][::-1])[::-1][first]
-        if not (above >= true * (1 - 1e-9)).all():
-            raise ValueError(
-                "Expected the same batches twice; received: other scores of class "
-                f"{c} the second time"
-            )
-        result[c] = (weights[part] * true / above).sum() / weights[part].sum()
-    return result
-
-
-def _checked(labels, scores, weight=None, sparse_labels=False, may_be_empty=False):
+def _checked(labels, scores, weight=None, sparse_labels=False):
     """Boolean labels (N, C), scores, and float64 weights."""
     labels, scores = np.asarray(labels), np.asarray(scores)
     if not np.issubdtype(scores.dtype, np.floating):
@@ -194,7 +125,7 @@ def _checked(labels, scores, weight=None, sparse_labels=False, may_be_empty=Fals
             f"{np.sum(~np.isfinite(scores))} scores of NaN or Inf, and "
             f"weights {weight[~is_weight]}"
         )
-    if not (may_be_empty or weight.any()):
+    if not weight.any():
         raise ValueError(
             "Expected examples of positive weight; received: none of "
             f"{len(weight)} examples"

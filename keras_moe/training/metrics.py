@@ -71,7 +71,7 @@ class MeanAveragePrecision(keras.metrics.Metric):
     Logits are rounded to bins (8 bytes per class and bin, 64 MB for 20,000 classes);
     logits in one bin are tied. Classes without positives are left out of the mean, and
     without any positives the result is 0. For exact values see
-    `keras_moe.evaluation.streamed_average_precision`.
+    `keras_moe.evaluation.mean_average_precision`.
 
     Args:
         num_classes: number of classes C.

@@ -6,7 +6,6 @@ from keras_moe.evaluation import (
     average_precision,
     mean_average_precision,
     precision_at_1,
-    streamed_average_precision,
 )
 
 N, C = 60, 7
@@ -45,14 +44,6 @@ def test_average_precision_is_that_of_scikit_learn(seed, weighted):
     mean = mean_average_precision(labels, scores, weights)
     assert mean == pytest.approx(np.nanmean(expected), rel=1e-12)
 
-    def batches():
-        for at in range(0, N, 13):
-            part = slice(at, at + 13)
-            yield sparse[part], scores[part], None if weights is None else weights[part]
-
-    streamed = streamed_average_precision(batches, C, sparse_labels=True)
-    np.testing.assert_allclose(streamed, expected, rtol=1e-12, equal_nan=True)
-
 
 def test_precision_at_1():
     labels, sparse, scores, weights = drawn(decimals=9)
@@ -61,10 +52,3 @@ def test_precision_at_1():
     expected = np.average(hits, weights=weights)
     assert precision_at_1(labels, scores, weights) == pytest.approx(expected)
     assert precision_at_1(sparse, scores, weights, True) == pytest.approx(expected)
-
-
-def test_batches_that_differ_are_refused():
-    labels, _, scores, _ = drawn()
-    rounds = iter([scores, scores - 1])
-    with pytest.raises(ValueError, match="the same batches twice"):
-        streamed_average_precision(lambda: [(labels, next(rounds))], C)

@@ -23,7 +23,6 @@ from keras_moe.evaluation import (
     read_templates,
     retrieval,
     segmentation_probe,
-    streamed_average_precision,
     zero_shot,
 )
 from tests.refusals import check_refused
@@ -87,7 +86,6 @@ RIGHT = {
     SUBSET.indices: {},
     SUBSET.labels: {},
     mean_average_precision: {"labels": np.eye(4, 3, dtype=int), "scores": FOUR},
-    streamed_average_precision: {},
     encode_pairs: {"model": SimpleNamespace(encode_images=None, encode_text=None)},
     training.ZeroShot: {"data": (), "class_names": ["a", "b"]},
     training.Retrieval: {"pairs": ()},
@@ -185,11 +183,6 @@ RIGHT = {
             "weights [nan -1. inf]",
         ),
         (mean_average_precision, {"labels": np.zeros((4, 3), int)}, "none that count"),
-        (
-            streamed_average_precision,
-            {"batches": lambda: [(np.eye(4, 3), FOUR)], "num_classes": 4},
-            "shape=(4, 3)",
-        ),
         (mean_average_precision, {"scores": FOUR * np.nan}, "12 scores"),
         (encode_pairs, {"pairs": []}, "none"),
         (encode_pairs, {"pairs": ({"images": IMAGES, **TEXTS}, None)}, "60"),
