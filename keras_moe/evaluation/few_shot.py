@@ -33,7 +33,7 @@ STD_EPSILON = 1e-5
 # The grid of V-MoE's configurations.
 L2S = tuple(float(l2) for l2 in 2.0 ** np.arange(-10, 20))
 # Number of test examples scored at a time.
-_CHUNK = 8192
+_CHUNK = 2048
 
 
 class FewShotResult(NamedTuple):
@@ -298,28 +298,20 @@ class RidgeClassifier(NamedTuple):
 
     mean: np.ndarray  # (F,), of the training features
     std: np.ndarray  # (F,), their population standard deviation + 1e-5
-    weights: np.ndarray  # (F + 1, C) or (L, F + 1, C), the last row for a constant 100
+    weights: np.ndarray  # (F + 1, C), the last row for a constant 100
 
     def scores(self, features: ArrayLike) -> np.ndarray:
-        """Scores of features (N, F): (N, C), or (L, N, C)."""
+        """Returns scores (N, C) of features (N, F)."""
         features = check_features("features", features, self.mean.size)
         return _standardise(features, self.mean, self.std) @ self.weights
 
 
 def ridge_regression(
-    train_features: ArrayLike,
-    train_labels: ArrayLike,
-    num_classes: int,
-    l2: float | Sequence[float],
+    train_features: ArrayLike, train_labels: ArrayLike, num_classes: int, l2: float
 ) -> RidgeClassifier:
-    """Fits the linear classifier in closed form, in float64, for all l2 at once."""
-    # With X = [(features - mean) / (std + 1e-5), 100] and targets Y, 1 for the label's
-    # class and -1 elsewhere: (X^T X + l2 I)^-1 X^T Y.
-    l2s = check_l2s(np.atleast_1d(l2))
-    data = _standardised(train_features, train_labels, num_classes)
-    left, eigs, right = _decompose(data)
-    weights = np.stack([left @ (right / (eigs + l2)) for l2 in l2s])
-    return RidgeClassifier(data.mean, data.std, weights if np.ndim(l2) else weights[0])
+    """Fits the linear classifier in closed form, in float64."""
+    fit = _decompose(train_features, train_labels, num_classes)
+    return RidgeClassifier(fit.mean, fit.std, fit.left @ (fit.right / (fit.eigs + l2)))
 
 
 def few_shot_accuracies(
@@ -330,145 +322,60 @@ def few_shot_accuracies(
     num_classes: int,
     l2s: ArrayLike = L2S,
 ) -> np.ndarray:
-    """Returns test accuracies (L,) of ridge regression on all training examples.
-
-    With X = [(features - mean) / (std + 1e-5), 100] and targets Y, 1 for the label's
-    class and -1 elsewhere, the weights are (X^T X + l2 I)^-1 X^T Y, in float64.
-    """
+    """Returns test accuracies (L,) of ridge regression on all training examples."""
     l2s = check_l2s(l2s)
-    data = _standardised(train_features, train_labels, num_classes)
-    test_features = check_features("test_features", test_features, data.mean.size)
+    fit = _decompose(train_features, train_labels, num_classes)
+    test_features = check_features("test_features", test_features, fit.mean.size)
     test_labels = check_labels(
         "test_labels", test_labels, len(test_features), num_classes
     )
-    left, eigs, right = _decompose(data)
     correct = np.zeros(len(l2s))
     for start in range(0, len(test_features), _CHUNK):
         labels = test_labels[start : start + _CHUNK]
-        x = _standardise(test_features[start : start + _CHUNK], data.mean, data.std)
-        # Either (M, F)(F, R) once and (M, R)(R, C) per l2, or the weights (F, R)(R, C)
-        # and (M, F)(F, C) per l2. The first pays off with many l2.
-        if len(x) < len(l2s) * num_classes:
-            correct += _counts_of_sweep(x @ left, eigs, right, l2s, labels)
-        else:
-            own = (left @ (right / (eigs + l2)) for l2 in l2s)
-            correct += [_decide(x, weights, labels)[0].sum() for weights in own]
+        chunk = test_features[start : start + _CHUNK]
+        rows = _standardise(chunk, fit.mean, fit.std) @ fit.left
+        for i, l2 in enumerate(l2s):
+            scores = rows @ (fit.right / (fit.eigs + l2))
+            correct[i] += (scores.argmax(axis=1) == labels).sum()
     return correct / len(test_features)
 
 
-def _decide(
-    left: np.ndarray, right: np.ndarray, labels: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Whether rows of `left @ right` have their first maximum at the label, exactly."""
-    if right.shape[1] == 1:
-        return np.ones(len(left), bool), np.full(len(left), np.inf)
-    # Infinities and NaN are recomputed below.
-    with np.errstate(over="ignore", invalid="ignore"):
-        scores = left.astype("float32") @ right.astype("float32")
-    at_labels = np.arange(len(left)), labels
-    own = scores[at_labels]
-    scores[at_labels] = -np.inf
-    with np.errstate(invalid="ignore"):
-        lead = own - scores.max(axis=1)
-    # A float32 dot product of R terms, with rounded factors and in any order, is off by
-    # at most (R + 2) u |left| |right|; two are compared. The extra tenth covers
-    # second-order terms, and `tiny` covers subnormal numbers.
-    unit, tiny = np.finfo("float32").eps / 2, np.finfo("float32").tiny
-    sizes = np.linalg.norm(left, axis=1)
-    bound = unit * sizes * np.linalg.norm(right, axis=0).max() + tiny * (sizes + 1)
-    margin = np.abs(lead) - 2.2 * (len(right) + 2) * bound
-    is_open = ~((margin > 0) & np.isfinite(lead))
-    is_correct = lead > 0
-    is_correct[is_open] = (left[is_open] @ right).argmax(axis=1) == labels[is_open]
-    return is_correct, np.where(is_open, 0.0, margin)
-
-
-def _counts_of_sweep(
-    left: np.ndarray,
-    eigs: np.ndarray,
-    right: np.ndarray,
-    l2s: np.ndarray,
-    labels: np.ndarray,
-) -> np.ndarray:
-    """Returns how many rows of `left @ (right / (eigs + l2))` are right, by l2."""
-    # Scaling all scores, or shifting them for all classes, changes no answer. With this
-    # scale, scores hardly change where l2 is far from the eigenvalues.
-    typical = np.median(eigs)
-    deviations = (right - right.mean(axis=1, keepdims=True)) ** 2
-    with np.errstate(over="ignore"):
-        squares = left**2
-    counts, before = np.zeros(len(l2s)), None
-    is_correct, margin = np.zeros(len(left), bool), np.zeros(len(left))
-    for i in np.argsort(l2s):
-        factor = (typical + l2s[i]) / (eigs + l2s[i])
-        if before is not None:
-            # Cauchy-Schwarz, for both scores of a difference.
-            change = np.abs(factor - before)
-            largest = np.sqrt((deviations * change).sum(axis=0).max())
-            margin -= 2.001 * np.sqrt(squares @ change)[:, 0] * largest
-        before = factor
-        # Infinities and NaN have no margin.
-        is_open = ~(margin > 0)
-        is_correct[is_open], margin[is_open] = _decide(
-            left[is_open], right * factor, labels[is_open]
-        )
-        counts[i] = is_correct.sum()
-    return counts
-
-
-class _Data(NamedTuple):
-    """A standardised training set."""
+class _Decomposition(NamedTuple):
+    """The ridge regressions of all l2: their weights are left (right / (eigs + l2))."""
 
     mean: np.ndarray  # (F,)
     std: np.ndarray  # (F,)
-    x: np.ndarray  # (N, F + 1)
-    labels: np.ndarray  # (N,)
-    num_classes: int
+    left: np.ndarray  # (F + 1, R)
+    eigs: np.ndarray  # (R, 1)
+    right: np.ndarray  # (R, C)
 
 
-def _standardised(features: ArrayLike, labels: ArrayLike, num_classes: int) -> _Data:
+def _decompose(features, labels, num_classes) -> _Decomposition:
+    # With X = [(features - mean) / (std + 1e-5), 100] and targets Y, 1 for the label's
+    # class and -1 elsewhere, the weights are (X^T X + l2 I)^-1 X^T Y.
     features = check_features("train_features", features)
     labels = check_labels("train_labels", labels, len(features), num_classes)
     mean, std = features.mean(axis=0), features.std(axis=0) + STD_EPSILON
-    return _Data(mean, std, _standardise(features, mean, std), labels, num_classes)
-
-
-def _decompose(data: _Data) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Factors for every l2: the weights are `left @ (right / (eigs + l2))`."""
-    x = data.x
+    x = _standardise(features, mean, std)
     if len(x) >= x.shape[1]:
         # X^T X = V diag(eigs) V^T: the weights are V (eigs + l2)^-1 V^T X^T Y.
-        eigs, left = _eigh(x.T @ x)
-        right = left.T @ _targets_product(x, data.labels, data.num_classes)
+        eigs, left = np.linalg.eigh(x.T @ x)
+        right = left.T @ _targets_product(x, labels, num_classes)
     else:
         # X X^T = U diag(eigs) U^T: the same weights are X^T U (eigs + l2)^-1 U^T Y.
-        eigs, vectors = _eigh(x @ x.T)
+        eigs, vectors = np.linalg.eigh(x @ x.T)
         left = x.T @ vectors
-        right = _targets_product(vectors, data.labels, data.num_classes)
+        right = _targets_product(vectors, labels, num_classes)
     # Rounding may make zero eigenvalues negative.
-    return left, np.maximum(eigs, 0.0)[:, None], right
-
-
-def _eigh(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eigenvalues and eigenvectors of a symmetric matrix."""
-    # NumPy's LAPACK driver is three times slower at size 768.
-    try:
-        from scipy.linalg import eigh
-
-        return eigh(matrix, driver="evr", check_finite=False)
-    except (ImportError, np.linalg.LinAlgError):
-        return np.linalg.eigh(matrix)
+    return _Decomposition(mean, std, left, np.maximum(eigs, 0.0)[:, None], right)
 
 
 def _targets_product(
     rows: np.ndarray, labels: np.ndarray, num_classes: int
 ) -> np.ndarray:
     """rows^T Y (columns, C) for targets Y = 2 one_hot - 1, from sums by class."""
-    order = np.argsort(labels, kind="stable")
-    classes, starts = np.unique(labels[order], return_index=True)
-    product = np.tile(-rows.sum(axis=0)[:, None], num_classes)
-    product[:, classes] += 2 * np.add.reduceat(rows[order], starts, axis=0).T
-    return product
+    sums = [rows[labels == c].sum(axis=0) for c in range(num_classes)]
+    return 2 * np.stack(sums, axis=1) - rows.sum(axis=0)[:, None]
 
 
 def _standardise(features: np.ndarray, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
