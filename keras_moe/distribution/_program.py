@@ -1,4 +1,4 @@
-"""Reads the text of a program that XLA compiled: cycles, sources and collectives."""
+"""Reads the text of a program that XLA compiled: cycles and collectives."""
 
 import functools
 import math
@@ -48,7 +48,6 @@ CONTRACTED = re.compile(
 UNTIMED = "ragged_dot"
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 OP_NAME = re.compile(r'op_name="([^"]*)"')
-FRAME = re.compile(r"stack_frame_id=(\d+)")
 ARRAY = re.compile(r"([a-z]+\d*)\[([\d,]*)\]")
 
 
@@ -57,7 +56,6 @@ class Operation(NamedTuple):
 
     part: str
     operation: str
-    source: str | None
     runs: int
     cycles: int
 
@@ -68,7 +66,6 @@ class Program:
     def __init__(self, text: str, optimizer: str | None = None):
         self._optimizer = optimizer
         self._computations, self._entry = _computations(text)
-        self._sources = _sources(text)
 
     @functools.cached_property
     def operations(self) -> list[Operation]:
@@ -79,10 +76,8 @@ class Program:
             name = name[1] if name else ""
             cycles = CYCLES.search(line)
             if cycles and UNTIMED not in name:
-                frame = FRAME.search(line)
-                source = self._sources.get(int(frame[1])) if frame else None
                 # The compiler's own copies have no names.
-                operation = (self._part(name), _short(name) or match[3], source)
+                operation = (self._part(name), _short(name) or match[3])
                 found.append(Operation(*operation, times, times * int(cycles[1])))
         return found
 
@@ -118,8 +113,8 @@ class Program:
         """The operations with the most cycles, those of all blocks together."""
         runs, cycles = Counter(), Counter()
         for operation in self.operations:
-            runs[operation[:3]] += operation.runs
-            cycles[operation[:3]] += operation.cycles
+            runs[operation[:2]] += operation.runs
+            cycles[operation[:2]] += operation.cycles
         return [
             Operation._make((*operation, runs[operation], count))
             for operation, count in cycles.most_common(number)
@@ -214,39 +209,6 @@ def _computations(text):
             lines = computations.setdefault(match[2], [])
             entry = match[2] if match[1] else entry
     return computations, entry
-
-
-def _sources(text):
-    """File and line within this library of each stack frame, by its number."""
-    tables = {
-        name: dict(re.findall(r"^(\d+) (.*)$", body, re.M))
-        for name, body in re.findall(
-            r"^(FileNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)", text, re.M
-        )
-    }
-    if len(tables) < 3:
-        return {}
-    places = {}
-    for number, fields in tables["FileLocations"].items():
-        ((file, line),) = re.findall(r"file_name_id=(\d+).*? line=(\d+)", fields)
-        path = tables["FileNames"][file].strip('"')
-        _, found, inside = path.rpartition("keras_moe/")
-        # The planner itself is the outermost.
-        within = found and not inside.startswith(("distribution/", "cli/"))
-        places[number] = f"{inside}:{line}" if within else None
-    sources = {}
-    frames = tables["StackFrames"]
-    for number in frames:
-        frame = number
-        # The innermost frame within the library, if any.
-        while frame in frames:
-            place, parent = re.findall(r"=(\d+)", frames[frame])
-            if places[place]:
-                sources[int(number)] = places[place]
-                break
-            # Parents are counted from 2.
-            frame = str(int(parent) - 1)
-    return sources
 
 
 def _short(name):

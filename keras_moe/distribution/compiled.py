@@ -141,13 +141,12 @@ class CompiledCosts(NamedTuple):
     def _operations_table(self):
         longest = {
             f"{x['part']}: {x['operation']}": (
-                x["source"] or "",
                 str(x["runs"]),
                 f"{1e3 * x['seconds']:.2f}",
             )
             for x in self.operations
         }
-        columns = ("operation", "source", "runs", "ms")
+        columns = ("operation", "runs", "ms")
         return numbers_table("longest operations", columns, longest)
 
     def _remarks(self):
