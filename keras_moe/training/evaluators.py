@@ -1,14 +1,11 @@
 """Evaluation during training: few-shot, zero-shot, retrieval, or your own."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 
 from keras_moe._checks import check_integer
-from keras_moe._files import write_json
-from keras_moe._processes import process_index
 from keras_moe.evaluation.few_shot import L2S, SEEDS, few_shot_from_model
 from keras_moe.evaluation.image_text import encode_pairs, zero_shot_from_model
 from keras_moe.evaluation.retrieval import check_ks
@@ -16,7 +13,6 @@ from keras_moe.evaluation.zero_shot import read_class_names, read_templates
 from keras_moe.training.callbacks import (
     PeriodicCallback,
     averages_in_place,
-    written_if_possible,
 )
 
 
@@ -31,7 +27,6 @@ class PeriodicEvaluation(PeriodicCallback):
         evaluators: evaluators by name.
         every: number of epochs or steps between evaluations.
         unit: `"epochs"` or `"steps"`.
-        path: JSON file for `records`, or None. A failed write only warns.
 
     Example:
 
@@ -51,7 +46,6 @@ class PeriodicEvaluation(PeriodicCallback):
         evaluators: Mapping[str, Callable[[keras.Model], Mapping[str, float]]],
         every: int = 1,
         unit: str = "epochs",
-        path: str | os.PathLike | None = None,
     ):
         super().__init__(every, unit)
         self.evaluators = dict(evaluators)
@@ -61,7 +55,6 @@ class PeriodicEvaluation(PeriodicCallback):
                 "Expected a dict of functions from a model to a dict of numbers; "
                 f"received: evaluators={evaluators!r}"
             )
-        self.path = path
 
     def measure(self):
         figures = {}
@@ -72,11 +65,6 @@ class PeriodicEvaluation(PeriodicCallback):
             for key, value in results.items():
                 figures[f"{name}/{key}"] = float(value)
         return figures
-
-    def measured(self, record):
-        if self.path is not None and not process_index():
-            with written_if_possible(self.path):
-                write_json(self.path, self.records)
 
 
 class FewShot:

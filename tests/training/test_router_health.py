@@ -115,7 +115,7 @@ def test_training_is_the_same_with_it(tmp_path, seed):
 
     few_shot = training.FewShot(examples, examples, shots=(1, 2))
     evaluation = training.PeriodicEvaluation(
-        {"few_shot": few_shot, "task": task}, every=2, path=tmp_path / "evaluation.json"
+        {"few_shot": few_shot, "task": task}, every=2
     )
     history = fit(watched, health, evaluation, shuffle=True)
     assert {name: history[name] for name in expected} == expected
@@ -199,7 +199,6 @@ def test_a_full_disk_costs_figures_of_no_run(tmp_path, monkeypatch):
     pytest.importorskip("tensorboardX")
     path, board = tmp_path / "health.csv", tmp_path / "board"
     health = quiet_health(csv_path=path, tensorboard=board)
-    evaluation = training.PeriodicEvaluation({"x": len}, path=tmp_path / "x.json")
     health.set_model(classifier())
     health.measure()
 
@@ -208,27 +207,22 @@ def test_a_full_disk_costs_figures_of_no_run(tmp_path, monkeypatch):
 
     def measured(step):
         record = {"epoch": step, "step": step}
-        evaluation.records.append(record)
         health.measured(record)
-        evaluation.measured(record)
 
     measured(1)
     with monkeypatch.context() as patched:
         patched.setattr(training.router_health, "write_text", full)
         patched.setattr(training.router_health.EventFile, "write", full)
-        patched.setattr(training.evaluators, "write_json", full)
         message = r"{} could not be written: .*No space.*; the run goes on"
         with (
             pytest.warns(UserWarning, match=message.format(r"health\.csv")),
             pytest.warns(UserWarning, match=message.format("board")),
-            pytest.warns(UserWarning, match=message.format(r"x\.json")),
         ):
             measured(2)
         with pytest.warns(UserWarning, match=r"health\.csv could not"):
             health.set_state(health.get_state() | {"records": []})
     measured(3)
     assert [int(row["step"]) for row in rows_of(path)] == [1, 2, 3]
-    assert [row["step"] for row in json.loads(evaluation.path.read_text())] == [1, 2, 3]
     assert {step for _, step in _events(board, [])} == {1, 2, 3}
 
 
