@@ -147,13 +147,11 @@ def find_run(preset: str) -> tuple[str, dict]:
 def find_examples(
     args: argparse.Namespace, recipe: dict, options: Sequence[str] = PAIR_OPTIONS
 ) -> Examples:
-    from keras_moe._checks import check_argument_names
+    from keras_moe._checks import check_argument_names, unfit
 
     if args.data is None and not recipe:
-        raise ValueError(
-            "Expected --data, or the folder of a run that says what it was trained "
-            f"on; received: preset={args.preset!r}"
-        )
+        expected = "--data, or the folder of a run that says what it was trained on"
+        raise unfit(expected, preset=args.preset)
     if args.data not in (None, recipe.get("source")):
         # The settings of a run belong to its data.
         recipe = {}

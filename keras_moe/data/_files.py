@@ -16,6 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from keras_moe._checks import unfit
 from keras_moe._files import locked, new_file, open_regular, path_within, read_text
 
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
@@ -37,10 +38,8 @@ def matching_files(source: str, names: str) -> list[Path]:
         folder, pattern = pattern, os.path.join(glob.escape(pattern), names)
     paths = [path for path in globbed(pattern, folder) if path.suffix != ".json"]
     if not paths:
-        raise ValueError(
-            f"Expected a folder with files {names}, or a glob that matches some; "
-            f"received: source={source!r}"
-        )
+        expected = f"a folder with files {names}, or a glob that matches some"
+        raise unfit(expected, source=source)
     return paths
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_moe._checks import unfit
 from keras_moe._files import regular_file
 from keras_moe.data._captions import CaptionOptions, captioned_records
 from keras_moe.data._examples import Examples, RecordExamples, RecordFile
@@ -144,10 +145,8 @@ def _record_files(name: str, split: str, builder: Any) -> list[RecordFile]:
             f"Expected tfds:{name} to be prepared; received: {error}"
         ) from error
     if builder.info.file_format != tfds.core.FileFormat.TFRECORD:
-        raise ValueError(
-            f"Expected tfds:{name} to be prepared in TFRecord files; "
-            f"received: file_format={builder.info.file_format.value!r}"
-        )
+        expected = f"tfds:{name} to be prepared in TFRecord files"
+        raise unfit(expected, file_format=builder.info.file_format.value)
     files = builder.info.splits[split].file_instructions
     for file in files:
         if "://" not in file.filename:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from keras_moe._checks import check_integer, check_positive, nearest
+from keras_moe._checks import check_integer, check_positive, nearest, unfit
 from keras_moe._compat import (
     flatten_layers,
     has_seed_generator,
@@ -337,10 +337,8 @@ def _by_name(
         return makers[name](**options)
     except TypeError as error:
         known = list(inspect.signature(makers[name]).parameters)
-        raise ValueError(
-            f"Expected numbers as options of {name!r}, any of {known}; received: "
-            f"augment={item!r}"
-        ) from error
+        expected = f"numbers as options of {name!r}, any of {known}"
+        raise unfit(expected, augment=item) from error
 
 
 def _build_step(item: Any, image_shape: tuple[int, int, int], seed: int) -> Step:

@@ -12,6 +12,7 @@ from keras_moe._checks import (
     check_image_shape,
     check_integer,
     check_one_of,
+    unfit,
 )
 from keras_moe.data._captions import (
     CaptionOptions,
@@ -354,10 +355,8 @@ def load_pairs(
         chosen, batch_size, shuffle, seed, drop_remainder, image_shape, augment
     )
     if settings.mixes_labels:
-        raise ValueError(
-            "Expected augmentation of the images alone, which mixes no labels; "
-            f"received: augment={augment!r}"
-        )
+        expected = "augmentation of the images alone, which mixes no labels"
+        raise unfit(expected, augment=augment)
     is_mixture = isinstance(source, Mapping)
     if is_mixture and not chosen.repeat:
         raise ValueError(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe._checks import check_integer
+from keras_moe._checks import check_integer, unfit
 from keras_moe._files import new_file, write_json
 from keras_moe.data._captions import checked_captions
 from keras_moe.data._packages import tf
@@ -176,9 +176,7 @@ def _write_split(
                 f"received: {name}={settings.get(name)!r:.100}"
             )
     if not re.fullmatch(r"[A-Za-z0-9]+", split):
-        raise ValueError(
-            f"Expected a split of letters and digits; received: split={split!r}"
-        )
+        raise unfit("a split of letters and digits", split=split)
     check_integer("num_files", num_files)
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"{split}-{i:05}-of-{num_files:05}.tfrecord" for i in range(num_files)]

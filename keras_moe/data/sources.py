@@ -13,7 +13,7 @@ the colon in a source's name:
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from keras_moe._checks import nearest
+from keras_moe._checks import nearest, unfit
 from keras_moe.data import (
     _fashion_mnist,
     _folder,
@@ -65,9 +65,7 @@ def _find(source: object, function: str) -> tuple[Callable, str]:
     if not hasattr(module, function):
         texts, labels = "documents for language models", "images with labels"
         expected = texts if function == "open_texts" else labels
-        raise ValueError(
-            f"Expected a source of {expected}; received: source={source!r}"
-        )
+        raise unfit(f"a source of {expected}", source=source)
     return getattr(module, function), name
 
 

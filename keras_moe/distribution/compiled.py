@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import keras
 from rich.console import Console
 
-from keras_moe._checks import argument_names, check_integer, check_one_of
+from keras_moe._checks import argument_names, check_integer, check_one_of, unfit
 from keras_moe._compat import flatten_layers
 from keras_moe.distribution._program import Program
 from keras_moe.distribution.auto import auto
@@ -233,10 +233,8 @@ def compiled_costs(
     check_one_of("step", step, STEPS)
     check_integer("batch_size", batch_size)
     if keras.backend.backend() != "jax":
-        raise ValueError(
-            "Expected KERAS_BACKEND=jax, which compiles for devices that are not here; "
-            f"received: backend={keras.backend.backend()!r}"
-        )
+        expected = "KERAS_BACKEND=jax, which compiles for devices that are not here"
+        raise unfit(expected, backend=keras.backend.backend())
     is_model = isinstance(model_or_preset, keras.Model)
     if not is_model:
         overrides["dtype"] = dtype or "mixed_bfloat16"

@@ -11,7 +11,7 @@ import keras
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe._checks import check_integer, check_one_of, check_positive
+from keras_moe._checks import check_integer, check_one_of, check_positive, unfit
 from keras_moe.distribution.chips import CHIPS, Chip
 from keras_moe.distribution.layouts import (
     BATCH,
@@ -236,9 +236,7 @@ def costs(
     check_one_of("optimizer", optimizer, OPTIMIZERS)
     itemsize = ITEMSIZES[check_one_of("dtype", dtype, ITEMSIZES)]
     if check_positive("utilization", utilization) > 1:
-        raise ValueError(
-            f"Expected a share of the peak; received: utilization={utilization!r}"
-        )
+        raise unfit("a share of the peak", utilization=utilization)
     overrides["num_classes"] = num_classes
     with resolve(
         model_or_preset, overrides, load_weights=load_weights, counts_only=True

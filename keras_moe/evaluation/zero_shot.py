@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
-from keras_moe._checks import check_one_of
+from keras_moe._checks import check_one_of, unfit
 from keras_moe._templates import PLACE, Template, fill, read_lines
 from keras_moe._templates import read_templates as check_templates
 from keras_moe.evaluation._features import check_labels, to_numpy
@@ -125,9 +125,7 @@ def prompts(class_names: Sequence[str], templates: Sequence[Template]) -> list[s
     ['a cat', 'two cats', 'a dog', 'two dogs']
     """
     if isinstance(class_names, str):
-        raise ValueError(
-            f"Expected a sequence of class names; received: class_names={class_names!r}"
-        )
+        raise unfit("a sequence of class names", class_names=class_names)
     templates = read_templates(templates)
     return [fill(template, name) for name in class_names for template in templates]
 

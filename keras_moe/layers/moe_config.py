@@ -18,6 +18,7 @@ from keras_moe._checks import (
     check_integer,
     check_one_of,
     check_positive,
+    unfit,
 )
 from keras_moe._types import Config
 from keras_moe.layers import activations
@@ -459,10 +460,8 @@ def moe_config(moe: MixtureConfig | Config | None) -> MoEConfig | MuMoEConfig | 
     if moe is None or isinstance(moe, (MoEConfig, MuMoEConfig)):
         return moe
     if not isinstance(moe, dict):
-        raise ValueError(
-            "Expected moe to be None, a MoEConfig, a MuMoEConfig or a dict of fields; "
-            f"received: moe={moe!r}"
-        )
+        expected = "moe to be None, a MoEConfig, a MuMoEConfig or a dict of fields"
+        raise unfit(expected, moe=moe)
     is_mumoe = moe.get("router") == MUMOE
     return (MuMoEConfig if is_mumoe else MoEConfig).from_dict(moe)
 
@@ -564,8 +563,6 @@ def plain_moe_layers(moe_layers: str | Iterable[int] | None) -> str | list[int] 
 
 def _indices(moe_layers):
     if not isinstance(moe_layers, Iterable):
-        raise ValueError(
-            "Expected moe_layers to be None, indices, 'every_n' or 'last_n'; "
-            f"received: moe_layers={moe_layers!r}"
-        )
+        expected = "moe_layers to be None, indices, 'every_n' or 'last_n'"
+        raise unfit(expected, moe_layers=moe_layers)
     return [check_integer("moe_layers", index, 0) for index in moe_layers]

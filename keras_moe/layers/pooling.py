@@ -305,10 +305,8 @@ def pooling_layer(
             "heads; received: pooling='map'"
         )
     if pooling != "map" and query_key_norm is not None:
-        raise ValueError(
-            "Expected pooling='map' with pooling_query_key_norm; received: "
-            f"pooling={pooling!r}, pooling_query_key_norm={query_key_norm!r}"
-        )
+        expected = "pooling='map' with pooling_query_key_norm"
+        raise unfit(expected, pooling=pooling, pooling_query_key_norm=query_key_norm)
     registers = config.get("register_tokens", 0)
     if registers and pooling == "average" and config.get("class_token"):
         raise unfit(

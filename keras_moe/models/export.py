@@ -7,7 +7,7 @@ import keras
 import numpy as np
 from safetensors.numpy import save
 
-from keras_moe._checks import check_one_of
+from keras_moe._checks import check_one_of, unfit
 from keras_moe._files import staged_folder, write_bytes, write_json
 from keras_moe._types import KerasModel
 from keras_moe.models.backbones.clip import CLIPBackbone
@@ -84,10 +84,8 @@ def export_weights(model: KerasModel, library: str, folder: str | os.PathLike) -
     exported = ExportedModel.of(model)
     formats = _LANGUAGE if exported.is_decoder else _TOWERS
     if library not in formats:
-        raise ValueError(
-            f"Expected library to be one of {tuple(formats)} for "
-            f"{type(model).__name__}; received: library={library!r}"
-        )
+        expected = f"library to be one of {tuple(formats)} for {type(model).__name__}"
+        raise unfit(expected, library=library)
     tensors, files = formats[library](exported)
     weights_name, config_name = "model.safetensors", _transformers.CONFIG_NAME
     if library == "open_clip":
@@ -151,10 +149,8 @@ class ExportedTower(NamedTuple):
                 f"moe={self.config['moe']}"
             )
         if self.config["activation"] not in _ACTIVATIONS:
-            raise ValueError(
-                f"Expected an activation of {sorted(_ACTIVATIONS)} for {kind}; "
-                f"received: activation={self.config['activation']!r}"
-            )
+            expected = f"an activation of {sorted(_ACTIVATIONS)} for {kind}"
+            raise unfit(expected, activation=self.config["activation"])
         values = {**self.config, "image_pooling": self.pooling}
         for name, value in wanted.items():
             if values[name] != value:

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe._checks import check_integer, check_one_of, import_extra
+from keras_moe._checks import check_integer, check_one_of, import_extra, unfit
 from keras_moe._compat import (
     kept_random_states,
     moving_averages,
@@ -365,10 +365,8 @@ class BestEpoch(Callback):
         value = (logs or {}).get(self.monitor)
         if value is None:
             if "/" not in self.monitor:
-                raise ValueError(
-                    f"Expected monitor to be one of {sorted(logs or {})}; "
-                    f"received: monitor={self.monitor!r}"
-                )
+                expected = f"monitor to be one of {sorted(logs or {})}"
+                raise unfit(expected, monitor=self.monitor)
             return
         value = float(value)
         if self._is_better(value):

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_moe._checks import check_integer
+from keras_moe._checks import check_integer, unfit
 from keras_moe.evaluation.few_shot import L2S, SEEDS, few_shot_from_model
 from keras_moe.evaluation.image_text import encode_pairs, zero_shot_from_model
 from keras_moe.evaluation.retrieval import check_ks
@@ -51,10 +51,8 @@ class PeriodicEvaluation(PeriodicCallback):
         self.evaluators = dict(evaluators)
         # Fails here rather than after an epoch.
         if not evaluators or not all(map(callable, evaluators.values())):
-            raise ValueError(
-                "Expected a dict of functions from a model to a dict of numbers; "
-                f"received: evaluators={evaluators!r}"
-            )
+            expected = "a dict of functions from a model to a dict of numbers"
+            raise unfit(expected, evaluators=evaluators)
 
     def measure(self):
         figures = {}

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from keras_moe import models
-from keras_moe._checks import LARGEST_SEED, check_integer, check_string, nearest
+from keras_moe._checks import LARGEST_SEED, check_integer, check_string, nearest, unfit
 from keras_moe._files import read_text, shipped_files, write_json
 from keras_moe.training.callbacks import BestEpoch, EvaluateAverages, StopAfterBatches
 from keras_moe.training.objectives import (
@@ -93,9 +93,7 @@ class Recipe:
         for name in ("name", "description", "reference", "notes"):
             check_string(name, getattr(self, name))
         if set(self.name) & set("/\\") or self.name in ("", ".", ".."):
-            raise ValueError(
-                f"Expected a name without folders; received: name={self.name!r}"
-            )
+            raise unfit("a name without folders", name=self.name)
         if self.compilation_cache is not None:
             check_string("compilation_cache", self.compilation_cache)
         check_integer("seed", self.seed, 0, LARGEST_SEED)
@@ -176,9 +174,7 @@ class Recipe:
     def save(self, path: str | os.PathLike) -> None:
         """Writes a `.json` file for `load_recipe`, which names the recipe after it."""
         if Path(path).suffix != ".json":
-            raise ValueError(
-                f"Expected a path that ends in .json; received: path={str(path)!r}"
-            )
+            raise unfit("a path that ends in .json", path=str(path))
         settings = self.to_dict()
         # The file name serves as name.
         settings.pop("name")

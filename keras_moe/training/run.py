@@ -14,6 +14,7 @@ import keras
 from keras import ops
 
 from keras_moe import data
+from keras_moe._checks import unfit
 from keras_moe._files import read_text, write_json
 from keras_moe._processes import (
     broadcast_from_primary,
@@ -171,11 +172,8 @@ def train(
 
 def _use_cache(folder):
     if keras.backend.backend() != "jax":
-        raise ValueError(
-            "Expected the JAX backend, the only one that keeps compiled programs; "
-            f"received: compilation_cache={folder!r}, "
-            f"backend={keras.backend.backend()!r}"
-        )
+        expected = "the JAX backend, the only one that keeps compiled programs"
+        raise unfit(expected, compilation_cache=folder, backend=keras.backend.backend())
     from keras_moe._backends.jax import use_cache
 
     use_cache(os.path.expanduser(folder))

@@ -13,6 +13,7 @@ from keras_moe._checks import (
     check_one_of,
     check_positive,
     check_string,
+    unfit,
 )
 from keras_moe.training.callbacks import MODES
 from keras_moe.training.sections import Section
@@ -156,10 +157,7 @@ class ScheduleConfig(Section):
 
     def __post_init__(self):
         if (self.epochs is None) == (self.steps is None):
-            raise ValueError(
-                "Expected either epochs or steps; "
-                f"received: epochs={self.epochs!r}, steps={self.steps!r}"
-            )
+            raise unfit("either epochs or steps", epochs=self.epochs, steps=self.steps)
         for name in ("epochs", "steps", "schedule_steps", "patience"):
             check_integer(name, getattr(self, name), optional=True)
         check_integer("timescale", self.timescale)
@@ -187,10 +185,8 @@ class ScheduleConfig(Section):
         check_one_of("monitor_mode", self.monitor_mode, (None, *MODES))
         compares = self.patience is not None or self.best is not None
         if not compares and (self.monitor or self.monitor_mode):
-            raise ValueError(
-                "Expected patience or best with monitor and monitor_mode; received: "
-                f"monitor={self.monitor!r}, monitor_mode={self.monitor_mode!r}"
-            )
+            expected = "patience or best with monitor and monitor_mode"
+            raise unfit(expected, monitor=self.monitor, monitor_mode=self.monitor_mode)
         super().__post_init__()
 
     def replace(self, **changes: Any) -> Self:

@@ -15,6 +15,7 @@ from keras_moe._checks import (
     check_integer,
     check_one_of,
     check_positive,
+    unfit,
 )
 from keras_moe.data.augmentation import LABEL_MIXING_NAMES
 from keras_moe.data.sources import has_captions
@@ -269,10 +270,8 @@ class MixedData(DataConfig):
 
     def __post_init__(self):
         if not self.source or not isinstance(self.source, (str, dict)):
-            raise ValueError(
-                "Expected source to be a name, or a dict from names to weights; "
-                f"received: source={self.source!r}"
-            )
+            expected = "source to be a name, or a dict from names to weights"
+            raise unfit(expected, source=self.source)
         for name, weight in self.weights.items():
             check_positive(f"source[{name!r}]", weight)
         check_integer("epoch_size", self.epoch_size, optional=True)

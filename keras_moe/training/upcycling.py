@@ -17,6 +17,7 @@ from keras_moe._checks import (
     check_not_negative,
     check_one_of,
     check_share,
+    unfit,
 )
 from keras_moe._compat import flatten_layers
 from keras_moe._freezing import copy_freezing
@@ -307,10 +308,8 @@ def _upcycling_overrides(backbone, towers, arguments):
     families = tower_families(backbone)
     if not families:
         if towers is not None:
-            raise ValueError(
-                f"Expected towers=None for {backbone.__name__}, which has one tower; "
-                f"received: towers={towers!r}"
-            )
+            expected = f"towers=None for {backbone.__name__}, which has one tower"
+            raise unfit(expected, towers=towers)
         return {None: _expert_overrides(backbone, **arguments)}
     if towers is None:
         towers = tuple(families)
@@ -342,10 +341,7 @@ def _expert_overrides(
     if preset is not None:
         check_one_of("preset", preset, UPCYCLING_PRESETS)
         if is_mumoe or ROUTERS[router][0] is not TokenChoiceRouter:
-            raise ValueError(
-                f"Expected a token choice router for preset={preset!r}; "
-                f"received: router={router!r}"
-            )
+            raise unfit(f"a token choice router for preset={preset!r}", router=router)
         settings = dict(UPCYCLING_PRESETS[preset])
     normalizes = settings.pop("normalize_gates")
     if normalize_gates is not None:

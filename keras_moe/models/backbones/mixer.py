@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_moe._checks import check_integer, check_one_of
+from keras_moe._checks import check_integer, check_one_of, unfit
 from keras_moe._types import DType
 from keras_moe.layers import (
     MuMoEConfig,
@@ -36,10 +36,8 @@ class MixerConfig(ImageConfig):
         check_integer("token_mlp_dim", self.token_mlp_dim)
         check_one_of("token_mixer", self.token_mixer, TOKEN_MIXERS)
         if self.token_mixer == MUMOE and not isinstance(self.moe, MuMoEConfig):
-            raise ValueError(
-                "Expected router='mumoe' for token_mixer='mumoe'; "
-                f"received: router={self.moe and self.moe.router!r}"
-            )
+            expected = "router='mumoe' for token_mixer='mumoe'"
+            raise unfit(expected, router=self.moe and self.moe.router)
 
     def mix(self, spec: TowerSpec, index: int) -> keras.layers.Layer:
         """Creates the token mixer of a block, unbuilt."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_moe._checks import check_path
+from keras_moe._checks import check_path, unfit
 from keras_moe._compat import flatten_layers
 from keras_moe._types import KerasModel
 from keras_moe.layers import MoEBlock
@@ -146,10 +146,8 @@ def _check_onnx(model):
                 f"format='onnx' needs {name}: pip install 'keras-moe[onnx]'"
             )
     if model.dtype_policy.compute_dtype != "float32":
-        raise ValueError(
-            "Expected a model loaded with dtype='float32' for format='onnx'; "
-            f"received: dtype={model.dtype_policy.name!r}"
-        )
+        expected = "a model loaded with dtype='float32' for format='onnx'"
+        raise unfit(expected, dtype=model.dtype_policy.name)
 
 
 def _version_of_programs(format):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_moe._checks import unfit
 from keras_moe.models.conversion._rules import (
     Direct,
     ExpertMatrix,
@@ -63,10 +64,8 @@ def moepp_spec(
         sizes["tie_word_embeddings"] = True
     agree(file, config, CONFIG_NAME, **sizes)
     if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(
-            f"Expected hidden_act='silu' in {CONFIG_NAME}, as in the release; received:"
-            f" hidden_act={config['hidden_act']!r}"
-        )
+        expected = f"hidden_act='silu' in {CONFIG_NAME}, as in the release"
+        raise unfit(expected, hidden_act=config["hidden_act"])
     key_size = required(file, f"{first}self_attn.k_proj.weight", 2)[0]
     heads = config.get("num_attention_heads") or overrides.get("num_heads")
     heads = heads or usual_heads(dim, file.path)

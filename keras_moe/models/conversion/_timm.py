@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from keras_moe._checks import check_one_of
+from keras_moe._checks import check_one_of, unfit
 from keras_moe.models.conversion._rules import (
     BlockNames,
     Direct,
@@ -304,10 +304,8 @@ def _pooling(file, pooling, arguments):
     if arguments["class_token"]:
         names["avg"] = "patch_average"
     if pooling not in names:
-        raise ValueError(
-            f"Expected global_pool of {[*names, 'map']} in the config of {file.path}; "
-            f"received: global_pool={pooling!r}"
-        )
+        expected = f"global_pool of {[*names, 'map']} in the config of {file.path}"
+        raise unfit(expected, global_pool=pooling)
     if "fc_norm.weight" not in file:
         return {"pooling": names[pooling]}, norm("final_norm", "norm.")
     # The pooled vector is normalised instead of the tokens.

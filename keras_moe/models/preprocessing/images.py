@@ -14,6 +14,7 @@ from keras_moe._checks import (
     check_number,
     check_one_of,
     check_positive,
+    unfit,
 )
 from keras_moe.layers.position_embedding import (
     INTERPOLATIONS,
@@ -77,10 +78,7 @@ class ImagePreprocessor:
         check_bool("antialias", self.antialias)
         crop, names = self.center_crop, self.class_names
         if crop is not None and not 0 < crop <= 1:
-            raise ValueError(
-                "Expected center_crop to be None or in (0, 1]; received: "
-                f"center_crop={crop!r}"
-            )
+            raise unfit("center_crop to be None or in (0, 1]", center_crop=crop)
         values = {
             "image_shape": shape,
             "mean": _per_channel("mean", self.mean, shape[2]),
@@ -89,10 +87,7 @@ class ImagePreprocessor:
             "class_names": None if names is None else tuple(names),
         }
         if isinstance(names, str) or not all(isinstance(x, str) for x in names or ()):
-            raise ValueError(
-                "Expected class_names to be None or a list of names; received: "
-                f"class_names={names!r}"
-            )
+            raise unfit("class_names to be None or a list of names", class_names=names)
         if min(values["std"]) <= 0:
             raise ValueError(f"Expected std above 0; received: std={self.std!r}")
         for name, value in values.items():
@@ -222,10 +217,7 @@ def _array(image):
         # Pillow images: a palette's indices are not pixels, and photos may lie on
         # their side, as their Exif says.
         if mode not in _MODES:
-            raise ValueError(
-                f"Expected a Pillow image of a mode of {sorted(_MODES)}; received: "
-                f"mode={mode!r}"
-            )
+            raise unfit(f"a Pillow image of a mode of {sorted(_MODES)}", mode=mode)
         from PIL import ImageOps
 
         return np.asarray(ImageOps.exif_transpose(image).convert(_MODES[mode]))
@@ -270,9 +262,7 @@ def checked_preprocessor(
     if preprocessor is None:
         return None
     if not isinstance(preprocessor, ImagePreprocessor):
-        raise ValueError(
-            "Expected image_preprocessor to be an ImagePreprocessor or None; received: "
-            f"image_preprocessor={preprocessor!r}"
-        )
+        expected = "image_preprocessor to be an ImagePreprocessor or None"
+        raise unfit(expected, image_preprocessor=preprocessor)
     preprocessor.check_model(backbone.image_shape)
     return preprocessor

@@ -14,7 +14,7 @@ import numpy as np
 import sentencepiece
 
 from keras_moe._backends.tensorflow import call_on_strings, is_tensorflow
-from keras_moe._checks import argument_names, check_bool, check_integer
+from keras_moe._checks import argument_names, check_bool, check_integer, unfit
 from keras_moe._files import read_bytes, write_json
 from keras_moe._types import Tensor
 from keras_moe.models._remote import load_json
@@ -81,10 +81,7 @@ class TextTokenizer:
         lower_case: bool = False,
     ):
         if not isinstance(tokenizer, keras_hub.tokenizers.Tokenizer):
-            raise ValueError(
-                "Expected one of KerasHub's tokenizers; received: "
-                f"tokenizer={tokenizer!r}"
-            )
+            raise unfit("one of KerasHub's tokenizers", tokenizer=tokenizer)
         self.tokenizer = tokenizer
         special = {"start_id": start_id, "end_id": end_id}
         special = {name: id for name, id in special.items() if id is not None}
@@ -392,9 +389,7 @@ def _strings(captions):
     if isinstance(captions, np.ndarray):
         captions = captions.tolist()
     if isinstance(captions, (str, bytes, dict)) or not isinstance(captions, Iterable):
-        raise ValueError(
-            f"Expected a sequence of strings; received: captions={captions!r}"
-        )
+        raise unfit("a sequence of strings", captions=captions)
     captions = list(captions)
     for index, caption in enumerate(captions):
         if not isinstance(caption, str) or _SURROGATE.search(caption):

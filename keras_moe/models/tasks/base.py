@@ -13,6 +13,7 @@ from keras_moe._checks import (
     check_argument_names,
     check_bool,
     check_concrete,
+    unfit,
 )
 from keras_moe._compat import (
     ONE_AT_A_TIME,
@@ -282,10 +283,7 @@ def check_task(
     check_argument_names(kwargs, names, type(task).__name__, argument_names(owner))
     wanted = task.backbone_cls or family
     if wanted is not None and not isinstance(backbone, wanted):
-        raise ValueError(
-            f"Expected backbone to be a {wanted.__name__}; received: "
-            f"backbone={backbone!r}"
-        )
+        raise unfit(f"backbone to be a {wanted.__name__}", backbone=backbone)
 
 
 def _not_the_head(task):

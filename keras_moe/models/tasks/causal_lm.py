@@ -11,7 +11,7 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_moe._checks import check_integer
+from keras_moe._checks import check_integer, unfit
 from keras_moe._compat import ONE_AT_A_TIME, compiled_once
 from keras_moe._types import DType, Tensor
 from keras_moe.losses import (
@@ -170,10 +170,7 @@ class CausalLM(LabellessTask, HubCausalLM):
             **kwargs: arguments of `keras.Model.compile`.
         """
         if loss not in ("auto", None):
-            raise ValueError(
-                "Expected loss='auto', the log-likelihood of next tokens; received: "
-                f"loss={loss!r}"
-            )
+            raise unfit("loss='auto', the log-likelihood of next tokens", loss=loss)
         sampler = _sampler(sampler)
         super().compile(optimizer, None, metrics=metrics, **kwargs)
         self.sampler = sampler
@@ -385,10 +382,8 @@ class CausalLM(LabellessTask, HubCausalLM):
         if stop_token_ids is not None:
             largest = self.backbone.vocabulary_size - 1
             if not isinstance(stop_token_ids, (list, tuple, np.ndarray)):
-                raise ValueError(
-                    "Expected stop_token_ids to be 'auto', None or a list of ids; "
-                    f"received: stop_token_ids={stop_token_ids!r}"
-                )
+                expected = "stop_token_ids to be 'auto', None or a list of ids"
+                raise unfit(expected, stop_token_ids=stop_token_ids)
             stop_token_ids = tuple(
                 check_integer("stop_token_ids", id, 0, largest) for id in stop_token_ids
             )
@@ -495,10 +490,8 @@ def _sampler(sampler):
     if isinstance(sampler, (str, dict)):
         known = samplers.get(sampler)
     if not isinstance(known, samplers.Sampler):
-        raise ValueError(
-            "Expected one of keras_hub.samplers or its name, such as 'top_k'; "
-            f"received: sampler={sampler!r}"
-        )
+        expected = "one of keras_hub.samplers or its name, such as 'top_k'"
+        raise unfit(expected, sampler=sampler)
     return known
 
 

@@ -15,6 +15,7 @@ from keras_moe._checks import (
     check_dtype,
     check_integer,
     check_one_of,
+    unfit,
 )
 from keras_moe._types import DType
 from keras_moe.layers.pooling import check_pooling
@@ -247,10 +248,8 @@ class ImageClassifier(MoETask, HubClassifier):
     @preprocessor.setter
     def preprocessor(self, value: object) -> None:
         if value is not None and not callable(value):
-            raise ValueError(
-                "Expected preprocessor to be an ImagePreprocessor, a layer or None; "
-                f"received: preprocessor={value!r}"
-            )
+            expected = "preprocessor to be an ImagePreprocessor, a layer or None"
+            raise unfit(expected, preprocessor=value)
         # The constructor checks it before there is a model.
         if isinstance(value, ImagePreprocessor) and hasattr(self, "num_classes"):
             value.check_model(self.input_shape[1:], self.num_classes)
