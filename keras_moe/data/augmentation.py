@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 
 from keras_moe._checks import check_integer, check_positive, nearest, unfit
 from keras_moe._compat import (
@@ -148,9 +147,9 @@ class _ScaledSolarization(keras.layers.Solarization):
 class RandomResizedCrop:
     """Crops a random area with a random aspect ratio and resizes it bilinearly.
 
-    The fraction of the area and the logarithm of the aspect ratio are uniform. Without
-    a fit in ten draws, it uses the largest centred crop with the nearest allowed aspect
-    ratio. As first augmentation of a pipeline, it crops at the original size.
+    Areas are those of `tf.image.stateless_sample_distorted_bounding_box`, and the whole
+    image without a fit in ten draws. As first augmentation of a pipeline, it crops at
+    the original size.
 
     Args:
         height: height of the result.
@@ -167,8 +166,6 @@ class RandomResizedCrop:
     dataset = load("tfds:cifar10", "train", augment=[crop, "flip"])
     ```
     """
-
-    _NUM_DRAWS = 10
 
     def __init__(
         self,
@@ -192,18 +189,17 @@ class RandomResizedCrop:
 
     def __call__(self, images: Tensor, seed: Tensor) -> Tensor:
         """Crops TensorFlow tensors."""
-        channels = images.shape[-1]
-        if len(images.shape) == 3:
-            corner, sides = self._draw(tf.shape(images)[:2], [], seed)
-            return self._resized(images, corner, sides, channels)
-        size = tf.shape(images)
-        return tf.map_fn(
-            lambda x: self._resized(x[0], x[1], x[2], channels),
-            (images, *self._draw(size[1:3], [size[0]], seed)),
-            fn_output_signature=tf.TensorSpec(
-                (self.height, self.width, channels), "float32"
-            ),
-        )
+        if len(images.shape) == 4:
+            seeds = tf.random.experimental.stateless_split(seed, tf.shape(images)[0])
+            return tf.map_fn(
+                lambda pair: self(*pair),
+                (images, seeds),
+                fn_output_signature=tf.TensorSpec(
+                    (self.height, self.width, images.shape[-1]), "float32"
+                ),
+            )
+        corner, sides = self._draw(tf.shape(images)[:2], seed)
+        return self._resized(images, corner, sides, images.shape[-1])
 
     def decode(
         self, encoded: Tensor, decode: Callable, channels: int, seed: Tensor
@@ -223,7 +219,7 @@ class RandomResizedCrop:
         def part_of_jpeg():
             # The header has the size, which a draw needs.
             size = tf.image.extract_jpeg_shape(encoded)[:2]
-            corner, sides = self._draw(size, [], seed)
+            corner, sides = self._draw(size, seed)
             # One more pixel on each side is decoded: at the edge of the decoded part,
             # colours are interpolated from fewer pixels than within the image.
             begin = tf.maximum(corner - 1, 0)
@@ -248,40 +244,19 @@ class RandomResizedCrop:
         part = tf.image.resize(part, (self.height, self.width))
         return tf.ensure_shape(part, [self.height, self.width, channels])
 
-    def _draw(self, size, shape, seed):
-        """Draws corners and sides of crops of an image (2,): int32 (*shape, 2)."""
-        limits = tf.cast(size, "float32")
-        uniform = tf.random.stateless_uniform([*shape, self._NUM_DRAWS, 4], seed)
-        low = np.array([self.scale[0], np.log(self.ratio[0]), 0, 0], "float32")
-        high = np.array([self.scale[1], np.log(self.ratio[1]), 1, 1], "float32")
-        draws = low + (high - low) * uniform
-        share, log_ratio, corners = tf.split(draws, [1, 1, 2], axis=-1)
-        mean = tf.sqrt(share * tf.reduce_prod(limits))
-        sides = tf.round(mean * tf.exp(log_ratio * [-0.5, 0.5]))
-        # The last candidate is used if no draw fits: a centred crop, as high and as
-        # wide as the lowest and the highest ratio allow.
-        permitted = tf.reverse(limits, [0]) * [1 / self.ratio[0], self.ratio[1]]
-        centred = tf.maximum(tf.round(tf.minimum(limits, permitted)), 1.0)
-        centred = tf.pad(centred, [[0, 2]], constant_values=0.5)
-        draws = tf.concat(
-            [
-                tf.concat([sides, corners], axis=-1),
-                tf.broadcast_to(centred, [*shape, 1, 4]),
-            ],
-            axis=-2,
+    def _draw(self, size, seed):
+        """Draws corner and sides (2,) of a crop of an image of this size."""
+        corner, sides, _ = tf.image.stateless_sample_distorted_bounding_box(
+            tf.pad(size, [[0, 1]], constant_values=1),
+            tf.zeros([1, 0, 4]),
+            seed,
+            min_object_covered=0.0,
+            aspect_ratio_range=self.ratio,
+            area_range=self.scale,
+            max_attempts=10,
+            use_image_if_no_bounding_boxes=True,
         )
-        highest = tf.pad(limits, [[0, 2]], constant_values=1.0)
-        fits = tf.reduce_all((draws >= [1.0, 1.0, 0.0, 0.0]) & (draws <= highest), -1)
-        # Decreasing numbers, since argmax guarantees nothing about ties.
-        order = np.arange(self._NUM_DRAWS + 1, 0, -1, dtype="int32")
-        first = tf.argmax(tf.where(fits, order, 0), axis=-1)
-        axis = len(shape)
-        chosen = tf.gather(draws, first, axis=axis, batch_dims=axis)
-        sides, corner = tf.split(chosen, 2, axis=-1)
-        room = limits - sides
-        # Draws are below 1, but the product may round up.
-        corner = tf.minimum(tf.floor(corner * (room + 1)), room)
-        return tf.cast(corner, "int32"), tf.cast(sides, "int32")
+        return corner[:2], sides[:2]
 
 
 class Step(NamedTuple):
