@@ -61,11 +61,8 @@ def calibration(
 ) -> CalibrationResult:
     """Negative log-likelihood, expected calibration error and Brier score.
 
-    The confidence of an example is its highest probability. With the examples of each
-    of `num_bins` intervals of confidence of equal width, the expected calibration error
-    is
-
-        sum over bins b of n_b / N |accuracy_b - confidence_b|
+    The confidence of an example is its highest probability. With bins b of equal width,
+    the expected calibration error is the sum of n_b / N |accuracy_b - confidence_b|.
 
     Args:
         probabilities: (N, C), whose rows sum to 1: the softmax of logits. For the

@@ -43,8 +43,8 @@ def nearest_neighbours(
 ) -> NearestNeighboursResult:
     """Classifies by a weighted vote of the k nearest training examples.
 
-    Nearest are those of highest cosine similarity s, and each votes for its class with
-    a weight of exp(s / temperature). Of equal similarities the lower index is nearer.
+    Each votes with a weight of exp(s / temperature), for its cosine similarity s. Of
+    equal similarities the lower index is nearer.
 
     Args:
         train_features: (N, F).
@@ -52,7 +52,7 @@ def nearest_neighbours(
         test_features: (M, F).
         test_labels: (M,) integers in [0, num_classes).
         k: number of neighbours that vote, at most N.
-        temperature: T of the weights; small for the nearest alone.
+        temperature: see above; small for the nearest alone.
         num_classes: C; by default the highest label + 1.
 
     References: *Unsupervised Feature Learning via Non-Parametric Instance

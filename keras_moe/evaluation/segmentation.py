@@ -162,11 +162,9 @@ def segmentation_probe_from_model(
     Args:
         model: backbone of images, whose features named `"grid"` are taken; or another
             `keras.Model` or callable, from images to features (batch, h, w, F).
-        train_data: arrays (images, integer masks), or an iterable of such batches,
-            which is read once. All masks are of one size.
-        test_data: test set, in the same form.
-        batch_size: images per batch of arrays.
-        verbose: 1 for progress bars, 2 for one line per set, 0 for nothing.
+        train_data: arrays (images, integer masks), or batches of these. All masks are
+            of one size.
+        test_data, batch_size, verbose: as in `few_shot_from_model`.
         **options: `l2s`, `num_classes` and `ignore_label` of `segmentation_probe`.
 
     Example:

@@ -37,44 +37,34 @@ class Muon(keras.optimizers.Muon):
         u = g + momentum m, or m without Nesterov's form
         weight = weight - learning_rate rms_rate sqrt(max(R, C)) orthogonal(u)
 
-    `orthogonal` sets the singular values of u to about 1 by steps of Newton and
-    Schulz: X = u / |u|, then X = a X + (b A + c A A) X with A = X X^T, five times.
+    `orthogonal` sets the singular values of u to about 1 by five steps of Newton and
+    Schulz: X = u / |u|, then X = a X + (b A + c A A) X with A = X X^T.
 
-    Matrices are:
-
-    - each expert's kernels: one batch of products over the axis of experts, which a
-      layout that shards experts computes where they are,
-    - queries, keys and values as (hidden_dim, heads * key_dim), and the output of
-      attention as (heads * key_dim, hidden_dim),
-    - other kernels of rank 2, such as those of dense MLPs.
+    Matrices are the kernels of each expert, in one batch that stays where a layout
+    shards experts; queries, keys and values as (hidden_dim, heads * key_dim), and
+    attention's output as (heads * key_dim, hidden_dim); and other kernels of rank 2,
+    such as those of dense MLPs. (`keras.optimizers.Muon` has only the last.)
 
     Everything else is moved by Adam, with the same decoupled weight decay: routers and
-    gates; patch, token and position embeddings; the last layer (`predictions`, a muMoE
-    `head`, the projections of image-text models); norms, biases, scales and muMoE's
-    factors. So are adapters of LoRA: only their product is the change of a matrix, and
-    one of the two is zero at first. `keras.optimizers.Muon` leaves all experts and all
-    of attention to Adam, since their weights are not of rank 2.
+    gates; embeddings; the last layer (`predictions`, a muMoE `head`, projections of
+    image-text models); norms, biases, scales, muMoE's factors and LoRA's adapters.
 
     A step has the same size however small the gradient. An expert that no token has
-    ever reached stays where it is; one that tokens have left moves on along its last
-    momentum.
+    ever reached stays where it is.
 
     Args:
         learning_rate: a number or a schedule, for both kinds of weights. With
             `rms_rate=0.2` one that suits AdamW does.
         weight_decay: decoupled weight decay of both kinds of weights, or None.
         momentum: momentum of matrices, in [0, 1).
-        nesterov: whether to look ahead, as in the formula.
+        nesterov: see the formula.
         ns_steps: number of steps of Newton and Schulz.
         rms_rate: root mean square of a matrix's step for a learning rate of 1; None
             for `learning_rate orthogonal(u)`.
-        ns_dtype: dtype of these steps, `"float32"` or, as the release,
-            `"bfloat16"`.
+        ns_dtype: dtype of these steps, `"float32"` or, as the release, `"bfloat16"`.
         exclude_layers: regular expressions; weights whose path contains one are moved
             by Adam, too. Name the last layer of your own model.
-        **kwargs: `adam_beta_1`, `adam_beta_2`, `epsilon`, `adam_lr_ratio` and the
-            coefficients `muon_a`, `muon_b` and `muon_c` of `keras.optimizers.Muon`,
-            and the arguments of all Keras optimizers.
+        **kwargs: further arguments of `keras.optimizers.Muon`.
 
     References: *Muon: An optimizer for hidden layers in neural networks*,
         https://kellerjordan.github.io/posts/muon; *Muon is Scalable for LLM Training*,
