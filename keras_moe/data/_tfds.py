@@ -93,10 +93,7 @@ def open_texts(name: str, split: str, data_dir: str | None) -> Iterator[str]:
     builder = _open_builder(name, data_dir)
     features = dict(builder.info.features.items())
     if getattr(features.get("text"), "tf_dtype", None) != "string":
-        raise ValueError(
-            f"Expected tfds:{name} to have a feature 'text'; received: "
-            f"features={features}"
-        )
+        raise unfit(f"tfds:{name} to have a feature 'text'", features=features)
     wanted = tfds.features.FeaturesDict({"text": features["text"]})
     return record_texts(
         _record_files(name, split, builder),

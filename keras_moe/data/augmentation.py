@@ -56,9 +56,7 @@ class RandAugment:
     def __init__(self, num_ops: int = 2, magnitude: float = 1.0):
         check_integer("num_ops", num_ops)
         if not 0 <= magnitude <= 1:
-            raise ValueError(
-                f"Expected a fraction in [0, 1]; received: magnitude={magnitude}"
-            )
+            raise unfit("a fraction in [0, 1]", magnitude=magnitude)
         self.num_ops, self.magnitude = num_ops, magnitude
         # The graph of a pipeline cannot create the layers' variables.
         self._layers = _rand_augment_layers(magnitude)

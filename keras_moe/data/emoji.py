@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe._checks import check_image_shape, check_one_of
+from keras_moe._checks import check_image_shape, check_one_of, unfit
 from keras_moe.data._captions import CaptionOptions, captioned_arrays
 from keras_moe.data._emoji_names import (
     LANGUAGES,
@@ -89,9 +89,7 @@ def load_emoji(
     check_one_of("language", language, LANGUAGES)
     shape = check_image_shape(image_shape)
     if shape[-1] != 3:
-        raise ValueError(
-            f"Expected 3 channels for emoji; received: image_shape={shape}"
-        )
+        raise unfit("3 channels for emoji", image_shape=shape)
     names = captions(language)
     # Of emoji drawn alike the first is kept.
     by_modifiers = sorted(all_emoji(), key=lambda one: len(one.parts.modifiers))

@@ -51,10 +51,8 @@ class _Options:
         check_bool("repeat", self.repeat)
         check_integer("start_batch", self.start_batch, minimum=0)
         if self.start_batch and not self.repeat:
-            raise ValueError(
-                "Expected repeat=True with a batch to start at; received: "
-                f"repeat={self.repeat}, start_batch={self.start_batch}"
-            )
+            expected = "repeat=True with a batch to start at"
+            raise unfit(expected, repeat=self.repeat, start_batch=self.start_batch)
         check_one_of("unreadable", self.unreadable, UNREADABLE)
 
     def share_of(self, batch_size: int) -> Share:
@@ -63,10 +61,8 @@ class _Options:
         check_integer("shard[1]", count)
         check_integer("shard[0]", index, 0, count - 1)
         if batch_size % count:
-            raise ValueError(
-                "Expected shards that divide the batch; received: "
-                f"shard={self.shard!r}, batch_size={batch_size}"
-            )
+            expected = "shards that divide the batch"
+            raise unfit(expected, shard=self.shard, batch_size=batch_size)
         return Share(index, count, batch_size // count)
 
 

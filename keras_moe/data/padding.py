@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_moe._checks import check_integer
+from keras_moe._checks import check_integer, unfit
 from keras_moe._processes import batch_devices, checked_all_gather, process_count
 from keras_moe.data._packages import tf
 
@@ -120,10 +120,8 @@ def _padded(x, y, sample_weight, batch_size, num_examples):
         batch_size = next(int(size) for size in x.map(lambda *b: _size(b)))
         batch_size = -(-batch_size // devices) * devices
     if check_integer("batch_size", batch_size) % devices:
-        raise ValueError(
-            f"Expected a multiple of the {devices} devices that share a batch; "
-            f"received: batch_size={batch_size}"
-        )
+        expected = f"a multiple of the {devices} devices that share a batch"
+        raise unfit(expected, batch_size=batch_size)
     return _filled(x, int(batch_size), num_examples), num_examples
 
 

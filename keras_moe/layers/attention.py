@@ -17,6 +17,7 @@ from keras_moe._checks import (
     check_mask,
     check_one_of,
     check_seed,
+    unfit,
 )
 from keras_moe._compat import get_keras_mask
 from keras_moe._types import Config, Initializer, Tensor
@@ -391,8 +392,6 @@ def check_key_value_heads(num_key_value_heads: int | None, num_heads: int) -> in
     """Returns the number of heads of keys and values, which divides `num_heads`."""
     heads = num_heads if num_key_value_heads is None else num_key_value_heads
     if num_heads % check_integer("num_key_value_heads", heads):
-        raise ValueError(
-            f"Expected num_key_value_heads to divide num_heads={num_heads}; received: "
-            f"num_key_value_heads={num_key_value_heads}"
-        )
+        expected = f"num_key_value_heads to divide num_heads={num_heads}"
+        raise unfit(expected, num_key_value_heads=num_key_value_heads)
     return heads

@@ -19,6 +19,7 @@ from keras_moe._checks import (
     check_integer,
     check_seed,
     fits_shape,
+    unfit,
 )
 from keras_moe._compat import stored_dataset, unlocked
 from keras_moe._types import Activation, Initializer, Tensor
@@ -275,10 +276,8 @@ class Experts(Layer):
         a_initializer = PerExpert(a_initializer)
         rank = check_integer("rank", rank)
         if not self.built or self.lora_enabled:
-            raise ValueError(
-                "Expected a built layer, on which enable_lora was not called before; "
-                f"received: built={self.built}, lora_enabled={self.lora_enabled}"
-            )
+            expected = "a built layer, on which enable_lora was not called before"
+            raise unfit(expected, built=self.built, lora_enabled=self.lora_enabled)
         # float32, as in Keras: half precision would lose small updates.
         with unlocked(self):
             for kernel, (num_experts, inputs, outputs) in self._kernel_shapes().items():

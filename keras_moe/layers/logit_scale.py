@@ -5,7 +5,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe._checks import check_number, check_positive
+from keras_moe._checks import check_number, check_positive, unfit
 from keras_moe._types import Structure, Tensor
 from keras_moe.layers._layer import Layer
 from keras_moe.losses._pairs import unit_vectors
@@ -57,10 +57,8 @@ class LogitScale(Layer):
         if largest_scale is not None:
             check_positive("largest_scale", largest_scale)
             if scale > largest_scale:
-                raise ValueError(
-                    f"Expected a scale of at most largest_scale={largest_scale}; "
-                    f"received: scale={scale}"
-                )
+                expected = f"a scale of at most largest_scale={largest_scale}"
+                raise unfit(expected, scale=scale)
         self.largest_scale = largest_scale
         self.bias_value = None if bias is None else check_number("bias", bias)
         self.bias = None

@@ -16,6 +16,7 @@ from keras_moe._checks import (
     check_mask,
     check_one_of,
     check_positive,
+    unfit,
 )
 from keras_moe._compat import get_keras_mask
 from keras_moe._types import Config, Tensor
@@ -124,10 +125,8 @@ class MoE(Layer):
 
     def build(self, input_shape):
         if len(input_shape) != 3 or input_shape[-1] is None:
-            raise ValueError(
-                "Expected tokens of shape (batch, tokens, dim); "
-                f"received: shape={tuple(input_shape)}"
-            )
+            expected = "tokens of shape (batch, tokens, dim)"
+            raise unfit(expected, shape=tuple(input_shape))
         dim = input_shape[-1]
         # A soft router's number of slots may depend on the tokens per example.
         length = input_shape[1] if self.router.groups_per_example(True) else None

@@ -221,10 +221,8 @@ class MoEConfig(MixtureConfig):
         """Copies a router layer's expert counts; returns its class and arguments."""
         types = router.expert_types
         if self.num_experts not in (type(self).num_experts, types.ffn):
-            raise ValueError(
-                f"Expected the num_experts={types.ffn} of the router; received: "
-                f"num_experts={self.num_experts}"
-            )
+            expected = f"the num_experts={types.ffn} of the router"
+            raise unfit(expected, num_experts=self.num_experts)
         if self.gating_residual == AUTO:
             self._set(gating_residual=router.gating_residual)
         self._set(num_experts=types.ffn, **types.arguments())

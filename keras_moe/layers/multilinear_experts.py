@@ -17,6 +17,7 @@ from keras_moe._checks import (
     check_integer,
     check_not_negative,
     check_one_of,
+    unfit,
 )
 from keras_moe._types import Activation, Tensor
 from keras_moe.layers import activations
@@ -213,10 +214,8 @@ def check_levels(num_experts: int | Sequence[int]) -> tuple[int, ...]:
     """Returns the number of experts of each level as a tuple."""
     levels = num_experts if isinstance(num_experts, (list, tuple)) else [num_experts]
     if not levels:
-        raise ValueError(
-            "Expected num_experts to be an integer or one for each level; "
-            f"received: num_experts={num_experts}"
-        )
+        expected = "num_experts to be an integer or one for each level"
+        raise unfit(expected, num_experts=num_experts)
     return tuple(check_integer("num_experts", count) for count in levels)
 
 

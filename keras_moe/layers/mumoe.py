@@ -10,7 +10,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe._checks import check_bool, check_integer
+from keras_moe._checks import check_bool, check_integer, unfit
 from keras_moe._types import Activation, Config, Tensor
 from keras_moe.layers import activations
 from keras_moe.layers._layer import Layer, build_once, layer_argument
@@ -183,10 +183,8 @@ class MuMoE(MuMoEBase):
         self.units = check_integer("units", units)
         outputs = tuple(check_integer("edited_outputs", i, 0) for i in edited_outputs)
         if len({*outputs}) < len(outputs) or any(i >= units for i in outputs):
-            raise ValueError(
-                f"Expected edited_outputs to be different units below {units}; "
-                f"received: edited_outputs={edited_outputs}"
-            )
+            expected = f"edited_outputs to be different units below {units}"
+            raise unfit(expected, edited_outputs=edited_outputs)
         self.edited_outputs = outputs
 
     def sizes(self, dim: int) -> dict[str, tuple[int, int]]:

@@ -32,10 +32,7 @@ def sincos_table(grid: tuple[int, int], dim: int) -> np.ndarray:
     (6, 8)
     """
     if dim % 4 or dim < 8:
-        raise ValueError(
-            "Expected a multiple of 4 of at least 8 for sine-cosine embeddings; "
-            f"received: dim={dim}"
-        )
+        raise unfit("a multiple of 4 of at least 8 for sine-cosine embeddings", dim=dim)
     quarter = dim // 4
     omega = 1.0 / 10000 ** (np.arange(quarter) / (quarter - 1))
     y, x = np.mgrid[: grid[0], : grid[1]]

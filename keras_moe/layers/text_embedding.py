@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe._checks import check_bool, check_integer
+from keras_moe._checks import check_bool, check_integer, unfit
 from keras_moe._freezing import KeepsFrozen
 from keras_moe._types import Tensor
 from keras_moe.layers._layer import Layer, OwnValues
@@ -198,10 +198,8 @@ class TextPositions(Layer):
 
     def _check_length(self, shape):
         if shape[1] is not None and shape[1] > self.max_length:
-            raise ValueError(
-                f"Expected texts of at most max_length={self.max_length} tokens; "
-                f"received: shape={tuple(shape)}"
-            )
+            expected = f"texts of at most max_length={self.max_length} tokens"
+            raise unfit(expected, shape=tuple(shape))
 
     def load_own_variables(self, store):
         stored = tuple(store["0"].shape)

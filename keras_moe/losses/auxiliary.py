@@ -19,6 +19,7 @@ from keras_moe._checks import (
     check_not_negative,
     check_one_of,
     nearest,
+    unfit,
 )
 from keras_moe._types import Tensor
 from keras_moe.losses import router_losses
@@ -229,10 +230,8 @@ class AuxiliaryLoss:
     def check_modalities(self, count: int) -> None:
         """Raises ValueError if the loss is of a modality above `count - 1`."""
         if (self.options.get("modality") or 0) >= count:
-            raise ValueError(
-                f"Expected losses of the modalities 0 to {count - 1}; received: "
-                f"modality={self.options['modality']}, loss={self.name!r}"
-            )
+            expected = f"losses of the modalities 0 to {count - 1}"
+            raise unfit(expected, modality=self.options["modality"], loss=self.name)
 
     def check_router(self, router: keras.layers.Layer) -> None:
         """Raises ValueError if the router lacks what a loss of weight > 0 reads."""

@@ -144,10 +144,8 @@ class ExportedTower(NamedTuple):
     def check(self, kind: str, **wanted: object) -> None:
         """Raises ValueError unless the arguments are those that a format needs."""
         if self.config["moe"] is not None:
-            raise ValueError(
-                f"Expected a dense tower for {kind}, which has no experts; received: "
-                f"moe={self.config['moe']}"
-            )
+            expected = f"a dense tower for {kind}, which has no experts"
+            raise unfit(expected, moe=self.config["moe"])
         if self.config["activation"] not in _ACTIVATIONS:
             expected = f"an activation of {sorted(_ACTIVATIONS)} for {kind}"
             raise unfit(expected, activation=self.config["activation"])

@@ -16,7 +16,7 @@ import numpy as np
 from keras import ops
 
 from keras_moe._batches import array_length
-from keras_moe._checks import check_bool, check_integer
+from keras_moe._checks import check_bool, check_integer, unfit
 from keras_moe._files import write_text
 from keras_moe._processes import batch_devices, predict_batch, process_index
 from keras_moe._types import Structure
@@ -318,9 +318,7 @@ class UsageRecorder(PeriodicCallback):
     ):
         super().__init__(every, unit)
         if check_integer("last", last) < self.every:
-            raise ValueError(
-                f"Expected last to be at least every={every}; received: last={last}"
-            )
+            raise unfit(f"last to be at least every={every}", last=last)
         self.inputs = keras.tree.map_structure(np.asarray, inputs)
         groups = None if groups is None else np.asarray(groups)
         number = array_length((self.inputs, groups), "inputs and groups")

@@ -169,10 +169,8 @@ class ScheduleConfig(Section):
         check_one_of("decay", self.decay, DECAYS)
         is_open = self.decay in OPEN_ENDED
         if self.cooldown_steps and not is_open:
-            raise ValueError(
-                f"Expected cooldown_steps=0 with a decay to the last step; received: "
-                f"cooldown_steps={self.cooldown_steps}, decay={self.decay!r}"
-            )
+            expected = "cooldown_steps=0 with a decay to the last step"
+            raise unfit(expected, cooldown_steps=self.cooldown_steps, decay=self.decay)
         if self.final_learning_rate and is_open and not self.cooldown_steps:
             raise ValueError(
                 f"Expected cooldown_steps >= 1 for the final learning rate of "

@@ -222,10 +222,8 @@ def _new_blocks(dense_model, sparse_model, overrides):
     blocks = [name for name in sparse.routing if name not in dense.routing]
     for tower, arguments in overrides.items():
         if not _names_of(tower, blocks):
-            raise ValueError(
-                "Expected at least one block to upcycle; received: "
-                f"moe_layers={arguments['moe_layers']}"
-            )
+            expected = "at least one block to upcycle"
+            raise unfit(expected, moe_layers=arguments["moe_layers"])
     return blocks
 
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import keras
 
-from keras_moe._checks import check_bool, check_integer, check_one_of, check_seed
+from keras_moe._checks import check_bool, check_integer, check_one_of, check_seed, unfit
 from keras_moe._compat import set_dtype_policy
 from keras_moe._freezing import copy_freezing
 from keras_moe._types import Config
@@ -62,10 +62,8 @@ class CLIPConfig(ModelArguments):
             object.__setattr__(self, name, value)
         sizes = {name: self.embedding_size(name) for name in _TOWERS}
         if len({*sizes.values()}) > 1:
-            raise ValueError(
-                "Expected embeddings of one size, or a projection_dim; received: "
-                f"projection_dim={self.projection_dim}, sizes={sizes}"
-            )
+            expected = "embeddings of one size, or a projection_dim"
+            raise unfit(expected, projection_dim=self.projection_dim, sizes=sizes)
         check_pooling(self.image_pooling, self.image.class_token)
 
     def _tower(self, name, family):

@@ -17,6 +17,7 @@ from keras_moe._checks import (
     check_positive,
     fits_shape,
     head_size,
+    unfit,
 )
 from keras_moe._types import DType, Tensor
 from keras_moe.layers import (
@@ -75,10 +76,8 @@ class DecoderConfig(TransformerConfig, VocabularyConfig):
         check_bool("tied_embeddings", self.tied_embeddings)
         size = self.head_dim or head_size(self.num_heads, self.hidden_dim)
         if self.positions == "rotary" and size % 2:
-            raise ValueError(
-                "Expected heads of an even size for rotary positions; received: "
-                f"num_heads={self.num_heads}, hidden_dim={self.hidden_dim}"
-            )
+            expected = "heads of an even size for rotary positions"
+            raise unfit(expected, num_heads=self.num_heads, hidden_dim=self.hidden_dim)
         if isinstance(self.moe, MoEConfig):
             check_causal(self.moe)
 

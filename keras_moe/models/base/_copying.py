@@ -7,6 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe._checks import unfit
 from keras_moe._compat import flatten_layers
 from keras_moe._types import KerasModel
 from keras_moe.models.loading._overrides import updated_moe
@@ -171,10 +172,8 @@ def _selection(router, name, experts, before, columns_are_cut):
     if columns_are_gone:
         return [kept_before[expert] for expert in experts], experts, rows
     if not {*experts} <= {*kept_before}:
-        raise ValueError(
-            f"Expected experts that the model has kept, among {kept_before}; "
-            f"received: kept_experts={experts}"
-        )
+        expected = f"experts that the model has kept, among {kept_before}"
+        raise unfit(expected, kept_experts=experts)
     if before["removed"]:
         rows = [kept_before.index(expert) for expert in rows]
     return experts, experts, rows

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from keras_moe._checks import check_class_labels, fits_shape, outer_stack_level
+from keras_moe._checks import check_class_labels, fits_shape, outer_stack_level, unfit
 from keras_moe._types import KerasModel
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 
@@ -139,10 +139,8 @@ def _check_shape(name, value, expected):
         return
     shape = tuple(value.shape)
     if not shape or not fits_shape(shape[1:], expected):
-        raise ValueError(
-            f"Expected {name} of shape (batch, {', '.join(map(str, expected))}); "
-            f"received: shape={shape}"
-        )
+        expected = f"{name} of shape (batch, {', '.join(map(str, expected))})"
+        raise unfit(expected, shape=shape)
 
 
 def check_batch(model: Any, batch: object) -> None:

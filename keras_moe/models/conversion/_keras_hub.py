@@ -6,6 +6,7 @@ import keras
 import keras_hub
 import numpy as np
 
+from keras_moe._checks import unfit
 from keras_moe.models.conversion._readers import PublishedTensors, TensorInfo
 from keras_moe.models.conversion._rules import (
     Direct,
@@ -319,10 +320,8 @@ def _llama_spec(encoder, preprocessor):
     heads, dim = encoder.num_query_heads, encoder.hidden_dim
     is_llama = isinstance(encoder, _hub.LlamaBackbone)
     if not is_llama and encoder.head_dim not in (None, dim / heads):
-        raise ValueError(
-            f"Expected a {kind} with head_dim={dim // heads} (hidden_dim / num_heads); "
-            f"received: head_dim={encoder.head_dim}"
-        )
+        expected = f"a {kind} with head_dim={dim // heads} (hidden_dim / num_heads)"
+        raise unfit(expected, head_dim=encoder.head_dim)
     if is_llama and encoder.rope_frequency_adjustment_factor is not None:
         raise ValueError(
             f"Expected a {kind} whose rotary positions have one scale, such as Llama 2 "

@@ -233,17 +233,13 @@ def moepp_files(model: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
                 f"{name}={received.get(name)!r}"
             )
     if received["input_scale"] not in (1.0, _SELECTED):
-        raise ValueError(
-            f"Expected input_scale=1.0 or {_SELECTED} for {kind}; received: "
-            f"input_scale={received['input_scale']}"
-        )
+        expected = f"input_scale=1.0 or {_SELECTED} for {kind}"
+        raise unfit(expected, input_scale=received["input_scale"])
     total = moe["num_experts"] + _ZERO + _COPY + _CONSTANT
     hidden = router.get("gate_hidden_dim")
     if hidden not in (None, 8 * total):
-        raise ValueError(
-            f"Expected gate_hidden_dim=None or 8 * {total} experts for {kind}; "
-            f"received: gate_hidden_dim={hidden}"
-        )
+        expected = f"gate_hidden_dim=None or 8 * {total} experts for {kind}"
+        raise unfit(expected, gate_hidden_dim=hidden)
     content = {
         "architectures": ["MoeForCausalLM"],
         "model_type": MODEL_TYPES[0],

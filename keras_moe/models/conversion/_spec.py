@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from keras_moe._checks import unfit
 from keras_moe.losses.contrastive import TEMPERATURES
 from keras_moe.models.conversion._rules import (
     BlockNames,
@@ -85,10 +86,8 @@ def normalization(
     if not preprocessor.get("do_normalize", True):
         applied = Normalization((0.0,) * channels, (1.0,) * channels)
     if len(applied.mean) != channels or len(applied.std) != channels:
-        raise ValueError(
-            f"Expected mean and std of {channels} channels; received: "
-            f"mean={list(applied.mean)}, std={list(applied.std)}"
-        )
+        expected = f"mean and std of {channels} channels"
+        raise unfit(expected, mean=list(applied.mean), std=list(applied.std))
     # A white pixel before normalisation.
     white = 255 * preprocessor.get("rescale_factor", 1 / 255)
     if not preprocessor.get("do_rescale", True):
@@ -131,10 +130,7 @@ def required(file, name: str, axes: int) -> tuple:
     """Returns the shape of a required tensor with so many axes."""
     shape = file[name].shape if name in file else None
     if shape is None or len(shape) != axes:
-        raise ValueError(
-            f"Expected a tensor {name!r} of {axes} axes in {file.path}; received: "
-            f"shape={shape}"
-        )
+        raise unfit(f"a tensor {name!r} of {axes} axes in {file.path}", shape=shape)
     return shape
 
 

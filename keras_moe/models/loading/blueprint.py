@@ -10,7 +10,7 @@ import keras
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe._checks import check_bool, check_one_of
+from keras_moe._checks import check_bool, check_one_of, unfit
 from keras_moe._compat import variables_without_values
 from keras_moe._types import KerasModel
 from keras_moe.models import registry
@@ -313,10 +313,8 @@ def resolve(
     if task is not None:
         check_one_of("task", task, (None, BACKBONE, *registry.task_names()))
     if task == BACKBONE and "num_classes" in overrides:
-        raise ValueError(
-            "Expected no num_classes for task='backbone'; "
-            f"received: num_classes={overrides['num_classes']}"
-        )
+        expected = "no num_classes for task='backbone'"
+        raise unfit(expected, num_classes=overrides["num_classes"])
     if isinstance(source, keras.Model) and not is_convertible(source):
         if overrides:
             raise ValueError(

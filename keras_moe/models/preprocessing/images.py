@@ -178,10 +178,8 @@ class ImagePreprocessor:
     def check_model(self, image_shape: tuple, num_classes: int | None = None) -> None:
         """Raises ValueError if images or class names do not fit a model."""
         if tuple(image_shape) != self.image_shape:
-            raise ValueError(
-                f"Expected a preprocessor of image_shape={tuple(image_shape)}; "
-                f"received: image_shape={self.image_shape}"
-            )
+            expected = f"a preprocessor of image_shape={tuple(image_shape)}"
+            raise unfit(expected, image_shape=self.image_shape)
         names = self.class_names
         if names is not None and num_classes not in (None, len(names)):
             raise ValueError(

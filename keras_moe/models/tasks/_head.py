@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from keras_moe._checks import check_number, check_one_of, outer_stack_level
+from keras_moe._checks import check_number, check_one_of, outer_stack_level, unfit
 from keras_moe.layers import LayerNorm, MuMoE
 from keras_moe.layers._layer import layer_argument
 from keras_moe.layers.pooling import pooling_layer
@@ -95,15 +95,11 @@ def _mumoe_head(head, head_position, num_classes, dtype):
     if head is None and head_position == "final":
         return None
     if not isinstance(head, MuMoE):
-        raise ValueError(
-            "Expected head to be a MuMoE, or None with head_position='final'; "
-            f"received: head={head}, head_position={head_position!r}"
-        )
+        expected = "head to be a MuMoE, or None with head_position='final'"
+        raise unfit(expected, head=head, head_position=head_position)
     if head_position == "final" and head.units != num_classes:
-        raise ValueError(
-            "Expected a final head whose units are the classes; received: "
-            f"units={head.units}, num_classes={num_classes}"
-        )
+        expected = "a final head whose units are the classes"
+        raise unfit(expected, units=head.units, num_classes=num_classes)
     return type(head).from_config({**head.get_config(), "name": "head", "dtype": dtype})
 
 

@@ -333,10 +333,8 @@ class ImageClassifier(MoETask, HubClassifier):
         """
         head = self.head
         if head is None or self.head_position != "final":
-            raise ValueError(
-                "Expected a classifier with head=MuMoE(...) as its final layer; "
-                f"received: head={head}, head_position={self.head_position!r}"
-            )
+            expected = "a classifier with head=MuMoE(...) as its final layer"
+            raise unfit(expected, head=head, head_position=self.head_position)
         check_integer("output", output, 0, self.num_classes - 1)
         experts = head.gate.expert_types.total
         offsets = np.asarray(offsets, "float32")
