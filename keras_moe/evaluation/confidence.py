@@ -119,18 +119,6 @@ class OutOfDistributionResult(NamedTuple):
     fpr_at_95_tpr: float
     threshold: float
 
-    def table(self, title: str | None = None) -> "Table":
-        """A table for `rich.print`."""
-        from rich.table import Table
-
-        table = Table(title=title)
-        for column in ("AUROC", "FPR at 95% TPR", "threshold"):
-            table.add_column(column, justify="right")
-        table.add_row(
-            f"{self.auroc:.2%}", f"{self.fpr_at_95_tpr:.2%}", f"{self.threshold:g}"
-        )
-        return table
-
     def to_dict(self) -> Config:
         """Returns a JSON-serialisable dict."""
         return dict(self._asdict())

@@ -122,7 +122,7 @@ def _teachers(file):
 def _teacher_rules(teachers):
     rules: dict = {}
     for name, sizes in teachers.items():
-        path, adapter = f"teachers/{name}", f"{name}_adapter."
+        path, adapter = f"teacher_{name}", f"{name}_adapter."
         rules.update(linear(f"{path}/hidden", f"{adapter}fc1."))
         rules.update(norm(f"{path}/norm", f"{adapter}norm."))
         rules[f"{path}/output/kernel"] = Matrix(f"{adapter}fc2.weight")

@@ -19,7 +19,7 @@ from keras_moe.models.preprocessing.tokenizer import TextTokenizer
 
 # Prefixes of classifier weights: those replaced by a new head, and those that a
 # backbone does not have.
-HEAD = ("predictions/", "pre_logits/", "teachers/")
+HEAD = ("predictions/", "pre_logits/", "teacher_")
 POOLING = ("pooler/", "pooled_norm/")
 
 

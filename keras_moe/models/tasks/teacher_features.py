@@ -92,31 +92,12 @@ class _TeacherHead(Layer):
         return Cost.all_active(self.weight_shapes(shape), flops)
 
 
-class _TeacherHeads(Layer):
-    """The heads of all teachers, by name."""
-
-    def __init__(self, teachers: dict[str, Config], **kwargs):
-        super().__init__(**kwargs)
-        self.teachers = teachers
-        self.heads = [
-            _TeacherHead(**settings, dtype=self.dtype_policy, name=name)
-            for name, settings in teachers.items()
-        ]
-
-    def build(self, input_shape):
-        for head in self.heads:
-            head.build(input_shape)
-
-    def call(self, tokens: Tensor) -> dict[str, tuple]:
-        return {head.name: head(tokens) for head in self.heads}
-
-    def compute_output_shape(self, input_shape):
-        return {
-            head.name: head.compute_output_shape(input_shape) for head in self.heads
-        }
-
-    def parts(self, shape: tuple) -> dict[Any, tuple]:
-        return dict.fromkeys(self.heads, shape)
+def _heads(teachers: dict[str, Config], dtype: Any) -> dict[str, _TeacherHead]:
+    """The unbuilt heads of all teachers, by name."""
+    return {
+        name: _TeacherHead(**settings, dtype=dtype, name=f"teacher_{name}")
+        for name, settings in teachers.items()
+    }
 
 
 @register_task
@@ -176,14 +157,12 @@ class TeacherFeatures(MoETask, keras_hub.models.Task):
         self.backbone, self.preprocessor = backbone, preprocessor
         config = backbone.config
         with initial_values(config.seed, type(self).__name__):
-            self.heads = _TeacherHeads(
-                {name: dict(x) for name, x in teachers.items()},
-                dtype=backbone.dtype_policy,
-                name="teachers",
-            )
+            heads = _heads(teachers, backbone.dtype_policy)
+            self.heads = list(heads.values())
 
             # === Functional model ===
-            features = self.heads(backbone(backbone.input))
+            encoded = backbone(backbone.input)
+            features = {name: head(encoded) for name, head in heads.items()}
         outputs, first = {}, 1 + config.register_tokens
         for name, (tokens, summary) in features.items():
             patches = ops.reshape(
@@ -196,7 +175,7 @@ class TeacherFeatures(MoETask, keras_hub.models.Task):
         )
 
         # === Config ===
-        self.teachers = self.heads.teachers
+        self.teachers = {name: dict(x) for name, x in teachers.items()}
 
     def get_config(self):
         return {**super().get_config(), "teachers": dict(self.teachers)}
@@ -205,6 +184,7 @@ class TeacherFeatures(MoETask, keras_hub.models.Task):
     def describe_parts(
         backbone_config: dict, num_tokens: int, dim: int, **config: Any
     ) -> list[Part]:
-        heads = _TeacherHeads(config["teachers"], dtype="float32", name="teachers")
-        cost = heads.cost((num_tokens, dim))
-        return [Part("teachers", ", ".join(config["teachers"]), *cost)]
+        return [
+            Part(head.name, "teacher", *head.cost((num_tokens, dim)))
+            for head in _heads(config["teachers"], "float32").values()
+        ]
