@@ -16,7 +16,7 @@ from keras_moe._files import FolderInUse
 from keras_moe.training import _checkpoint_files as checkpoint_files
 from keras_moe.training import checkpoints
 from tests.compare import assert_same
-from tests.forks import run_python
+from tests.disk import files_up_to
 from tests.training.runs import Ends
 
 to_numpy = keras.ops.convert_to_numpy
@@ -235,49 +235,24 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch
     assert training.find_checkpoint(tmp_path).state == {"seed": 1}
 
 
-LIMITED = """
-import os, resource, signal, sys, warnings
-if os.environ["KERAS_BACKEND"] != "tensorflow":
-    # Keras imports it to look for its kinds of shapes: two seconds for nothing.
-    sys.modules["tensorflow"] = None
-import keras, numpy as np
-from keras_moe import training
-
-folder = sys.argv[1]
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
-def model(units):
-    made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(units)])
-    made.compile("sgd", "mse")
-    return made
-
-def fit(units, folder, steps):
-    checkpoint = training.RunCheckpoint(folder, steps_per_epoch=2, every=1, keep=9)
-    made = model(units)
-    checkpoint.restore(made)
-    made.fit(np.ones((4, 4)), np.ones((4, units)), batch_size=2, epochs=2, verbose=0,
-             callbacks=checkpoint.around([]))
-
-resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
-with warnings.catch_warnings(record=True) as told:
-    warnings.simplefilter("always")
-    try:
-        # 400 kB of weights: no file may be as large.
-        fit(20_000, folder, 4)
-    except OSError as error:
-        print("ERROR", error)
-print("WARNINGS", [str(x.message) for x in told if "checkpoint" in str(x.message)])
-"""
-
-
 def test_a_run_goes_on_when_the_disk_is_full(tmp_path):
-    done = run_python("-c", LIMITED, tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    # In the middle of the run a warning each, at its end an error.
-    assert done.stdout.count("File too large") == 4, done.stdout
-    assert "ERROR The checkpoint of step 4" in done.stdout
-    assert "the last good one is None. The run goes on" in done.stdout
-    assert names(tmp_path / "run") == []
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(20_000)])
+    model.compile("sgd", "mse")
+    checkpoint = training.RunCheckpoint(tmp_path, steps_per_epoch=2, every=1, keep=9)
+    checkpoint.restore(model)
+    data = np.ones((4, 4)), np.ones((4, 20_000))
+    options = {"batch_size": 2, "epochs": 2, "callbacks": checkpoint.around([])}
+    # 400 kB of weights: no file may be as large. In the middle of the run a warning
+    # each, at its end an error.
+    message = r"too large.*the last good one is None\. The run goes on"
+    with (
+        files_up_to(200_000),
+        pytest.warns(UserWarning, match=message) as warned,
+        pytest.raises(OSError, match=r"The checkpoint of step 4.*too large"),
+    ):
+        model.fit(*data, **options, verbose=0)
+    assert sum("too large" in str(x.message) for x in warned) == 3
+    assert names(tmp_path) == []
 
 
 def test_what_interrupted_writes_left_is_deleted_at_the_next_start(tmp_path):
