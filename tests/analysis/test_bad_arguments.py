@@ -177,6 +177,7 @@ def of_arrays(function, *arguments, **others):
         ),
         (lambda own: prune_experts(own.excluded, {"block_0": [2, 3]}), "excluded_e"),
         (lambda own: exclude_experts(own.pruned, [0]), "excluded_experts"),
+        (lambda own: exclude_experts(own.mumoe, "ffn"), "whose routers choose experts"),
         (lambda own: exclude_experts(own.typed, [0, 5]), "experts=5"),
         (lambda own: exclude_experts(own.plain, "zero"), "experts='zero'"),
         (of_arrays(TokenChoiceRouter, 4, excluded_experts=(4,)), "excluded_experts=4"),

@@ -223,16 +223,6 @@ def test_several_labels(tmp_path):
     assert 0 < np.max(mixed) <= 1
 
 
-def test_single_labels_in_a_hierarchy():
-    even = {str(n): ["even"] for n in range(0, 10, 2)}
-    tens = data.LabelHierarchy([*map(str, range(10)), "even"], even)
-    options = {"image_shape": SHAPE, "multi_label": True, "hierarchy": tens}
-    _, labels = next(data.load("digits", "test", **options).as_numpy_iterator())
-    _, single = next(data.load("digits", "test", SHAPE).as_numpy_iterator())
-    np.testing.assert_array_equal(labels[:, 0], single)
-    np.testing.assert_array_equal(labels[:, 1], np.where(single % 2, -1, 10))
-
-
 def test_folders_with_several_labels(tmp_path):
     for split, count in (("train", 7), ("test", 2)):
         listed = {}

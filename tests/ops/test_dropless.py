@@ -81,16 +81,3 @@ def test_outputs_and_gradients_are_those_of_room_for_everybody():
         for actual, wanted in zip(layer(kind), layer("limited")):
             assert_close(actual, wanted, 1e-5, 1e-6)
     assert (layer("dropless")[1][0][1, 2] == 0).all()
-
-
-def test_dense_by_hand():
-    # One group: token 0 is masked, tokens 1 and 3 go to expert 1, token 2 to expert 0.
-    gates = np.array([[[0.9, 0.1], [0.3, 0.7], [0.6, 0.4], [0.2, 0.8]]], "float32")
-    mask = np.array([[False, True, True, True]])
-    plan = ops.dropless_token_choice(gates, gates, 1, mask)
-    dense = plan.dense()
-    expected = np.zeros((1, 4, 2, 4), bool)
-    expected[0, 1, 1, 0] = expected[0, 2, 0, 0] = expected[0, 3, 1, 1] = True
-    assert_same(dense.dispatch_weights, expected)
-    weights = expected * gates[..., None]
-    assert_same(dense.combine_weights, weights)
