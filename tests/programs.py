@@ -39,6 +39,18 @@ def program(main, capsys, monkeypatch):
 
 
 @pytest.fixture
+def done(program):
+    """Runs a command that succeeds; returns what it prints."""
+
+    def run(*arguments):
+        status, output, errors = program(*arguments)
+        assert status == 0, errors
+        return output
+
+    return run
+
+
+@pytest.fixture
 def mistake(program):
     """The one line with which a program refuses some arguments."""
 

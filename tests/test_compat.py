@@ -35,6 +35,9 @@ PRIVATE_METHODS = (
     (_OPTIMIZER, "_get_current_learning_rate", ()),
     # Averages of steps, where gradients are accumulated over batches.
     (_OPTIMIZER, "_update_model_variables_moving_average", ("trainable_variables",)),
+    # Muon's matrices and steps are other ones.
+    (keras.optimizers.Muon, "_should_use_adamw", ("variable",)),
+    (keras.optimizers.Muon, "_muon_update_step", ("gradient", "variable", "lr", "m")),
     # The index of a weight among the variables of an optimizer.
     (_OPTIMIZER, "_get_variable_index", ("variable",)),
     # What `keras.models.clone_model` calls.
@@ -133,44 +136,3 @@ def test_private_attributes_are_read_in_compat_alone():
         if path.name != "_compat.py"
     }
     assert private_uses(sources) == []
-
-
-@pytest.mark.every_backend
-def test_layers_and_their_variables():
-    inner = keras.layers.Dense(2, name="inner")
-    model = keras.Sequential([keras.Input((3,)), keras.Sequential([inner])])
-    assert _compat.flatten_layers(model)[0] is model
-    assert inner in _compat.flatten_layers(model, include_self=False)
-    assert inner not in _compat.flatten_layers(model, recursive=False)
-    inner.trainable = False
-    assert _compat.own_variables(inner, trainable=True) == inner.weights
-    assert _compat.own_variables(inner, trainable=False) == []
-    assert _compat.own_variables(model, trainable=True) == []
-
-
-@pytest.mark.every_backend
-def test_a_built_layer_takes_weights_while_it_is_unlocked():
-    layer = keras.layers.Dense(2)
-    layer.build((None, 3))
-    with _compat.unlocked(layer):
-        layer.pair = layer.add_weight(name="pair", shape=(2,))
-    assert len(layer.weights) == 3
-    with pytest.raises(ValueError, match="cannot add new elements of state"):
-        layer.other = layer.add_weight(name="other", shape=(2,))
-
-
-@pytest.mark.every_backend
-def test_an_optimizer_counts_batches_and_keeps_its_schedule():
-    schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
-    optimizer = keras.optimizers.SGD(
-        schedule, gradient_accumulation_steps=2, use_ema=True
-    )
-    weight = keras.Variable([1.0, 2.0])
-    optimizer.build([weight])
-    for _ in range(3):
-        optimizer.apply([keras.ops.ones((2,))])
-    assert int(_compat.count_batches(optimizer)) == 3
-    assert int(optimizer.iterations) == 1
-    assert _compat.rate_or_schedule(optimizer) is schedule
-    (average,) = _compat.moving_averages(optimizer)
-    assert average.shape == (2,)

@@ -13,8 +13,9 @@ from keras_moe import analysis, evaluation, layers, models
 from keras_moe.report import write_report
 from keras_moe.report.sections._explorer import Explorer
 from keras_moe.report.sections._mumoe import MuMoEExperts
+from tests import small_models
 from tests.pair_models import ONE, TEXT
-from tests.small_models import SMALL, images, small_pairs_model, with_weights
+from tests.small_models import images, small_pairs_model, with_weights
 
 IMAGES, LABELS = images(12, 16, 8, 2), np.arange(12) % 3
 PIXELS = images(4, 8, 8, 3)
@@ -24,13 +25,11 @@ PHOTO = np.arange(16 * 8 * 2, dtype="uint8").reshape(16, 8, 2)
 pytestmark = pytest.mark.every_backend
 
 
-def classifier(**changes):
-    config = {**SMALL, "router": "softmax_token_choice", **changes}
+def classifier():
     head = layers.MuMoE(3, num_experts=4, rank=4, activation="softmax")
-    backbone = models.ViTBackbone.from_config(config)
     preprocessor = models.ImagePreprocessor((16, 8, 2), mean=0.5, std=0.5)
     parts = {"head": head, "preprocessor": preprocessor}
-    return with_weights(models.ViTImageClassifier(backbone, 3, **parts))
+    return with_weights(small_models.classifier(parts, router="softmax_token_choice"))
 
 
 def mixer():

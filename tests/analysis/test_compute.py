@@ -3,12 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_moe.analysis import (
-    compute_map,
-    experts_per_token,
-    load_by_type,
-    routing_scores,
-)
+from keras_moe import analysis
 from keras_moe.ops import ExpertTypes, Routing
 
 TYPES = ExpertTypes(ffn=2, zero=1, copy=1)
@@ -24,7 +19,7 @@ def record(dispatched):
 def test_experts_of_each_type_per_token():
     layers = {"block_0": record(FIRST), "block_1": record(SECOND)}
     np.testing.assert_array_equal(
-        experts_per_token(layers["block_0"], TYPES), [[2, 1, 0]]
+        analysis.experts_per_token(layers["block_0"], TYPES), [[2, 1, 0]]
     )
     for kind, expected in (
         ("ffn", [[2, 1, 0]]),
@@ -32,14 +27,16 @@ def test_experts_of_each_type_per_token():
         ("copy", [[0, 0.5, 1]]),
         ("constant", [[0, 0, 0]]),
     ):
-        np.testing.assert_array_equal(experts_per_token(layers, TYPES, kind), expected)
+        np.testing.assert_array_equal(
+            analysis.experts_per_token(layers, TYPES, kind), expected
+        )
     np.testing.assert_array_equal(
-        compute_map(layers, TYPES, (1, 2), "zero"), [[[0.5, 0.5]]]
+        analysis.compute_map(layers, TYPES, (1, 2), "zero"), [[[0.5, 0.5]]]
     )
 
 
 def test_load_by_type():
-    loads = load_by_type({"a": record(FIRST), "b": record(SECOND)}, TYPES, 2)
+    loads = analysis.load_by_type({"a": record(FIRST), "b": record(SECOND)}, TYPES, 2)
     assert loads["a"].shares == pytest.approx(
         {"ffn": 3 / 6, "zero": 2 / 6, "copy": 1 / 6, "constant": 0.0}
     )
@@ -48,13 +45,13 @@ def test_load_by_type():
     assert loads["b"].dropped_choices == pytest.approx(1 / 6)
     assert loads["b"].experts_per_token["ffn"] == pytest.approx(1.0)
     mask = np.array([[True, True, False]])
-    masked = load_by_type({"b": record(SECOND)}, TYPES, 2, mask)["b"]
+    masked = analysis.load_by_type({"b": record(SECOND)}, TYPES, 2, mask)["b"]
     assert masked.dropped_choices == pytest.approx(0.0)
 
 
 def test_routing_scores():
     gates = np.array([[[0.5, 0.1, 0.4], [0.2, 0.7, 0.1]]])
-    scores = routing_scores(record(gates))
+    scores = analysis.routing_scores(record(gates))
     np.testing.assert_allclose(scores.highest, [0.5, 0.7])
     np.testing.assert_allclose(scores.second, [0.4, 0.2])
     actual = scores.to_dict()

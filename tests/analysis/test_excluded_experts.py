@@ -7,7 +7,8 @@ from keras import ops
 
 from keras_moe import analysis, models
 from keras_moe.routers import PathwayAwareRouter, TokenChoiceRouter
-from tests.small_models import SMALL, images, with_weights
+from tests import small_models
+from tests.small_models import images
 
 to_numpy = ops.convert_to_numpy
 SHAPE = (16, 8, 2)
@@ -23,10 +24,9 @@ TYPES = {
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
 
-def classifier(**changes):
-    sizes = {**SMALL, "router": "softmax_token_choice", **TYPES, **changes}
-    model = models.ViTImageClassifier(models.ViTBackbone.from_config(sizes), CLASSES)
-    return with_weights(model)
+def classifier():
+    made = small_models.classifier(router="softmax_token_choice", **TYPES)
+    return small_models.with_weights(made)
 
 
 def routing(model, inputs):

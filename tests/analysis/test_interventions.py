@@ -10,8 +10,9 @@ from keras import ops
 from keras_moe import analysis, models
 from keras_moe.analysis.ablation import ablated_part
 from keras_moe.layers import MuMoE
+from tests import small_models
 from tests.dense_tensor import dense_tensor
-from tests.small_models import SMALL, images, with_weights
+from tests.small_models import ONE_BLOCK, images, with_weights
 
 to_numpy = ops.convert_to_numpy
 SHAPE = (16, 8, 2)
@@ -23,12 +24,10 @@ pytestmark = pytest.mark.usefixtures("op_by_op")
 
 def classifier(num_experts=4, position="final", units=None, **kwargs):
     options = {"rank": 5, **kwargs.pop("options", {})}
-    sizes = {**SMALL, "num_layers": 1, "moe_layers": None, **kwargs}
-    backbone = models.ViTBackbone.from_config(sizes)
     head = MuMoE(units or CLASSES, num_experts, **options)
-    head = {"head": head, "head_position": position}
-    model = models.ViTImageClassifier(backbone, CLASSES, pooling="average", **head)
-    with_weights(model)
+    head = {"head": head, "head_position": position, "pooling": "average"}
+    sizes = {"num_layers": 1, "moe_layers": None, **kwargs}
+    model = with_weights(small_models.classifier(head, CLASSES, **sizes))
     # So that images differ in what the head reads, and in its coefficients.
     norm = model.backbone.get_layer("final_norm")
     norm.gamma.assign(ops.full(norm.gamma.shape, 3.0))
@@ -264,10 +263,10 @@ def test_edits_add_up_are_saved_and_keep_the_training(tmp_path):
 
 @pytest.mark.parametrize("router", ["mumoe", "softmax_token_choice"])
 def test_steering_adds_the_centre_before_the_experts(router):
-    sizes = {**SMALL, "num_layers": 1, "moe_layers": [0], "router": router}
+    sizes = {**ONE_BLOCK, "router": router}
     if router == "mumoe":
         sizes |= {"num_experts": (2, 2), "rank": 4}
-    model = with_weights(models.ViTBackbone.from_config(sizes))
+    model = with_weights(small_models.vit(**sizes))
     for weight in model.weights:
         if "moving_variance" in weight.path:
             weight.assign(ops.ones(weight.shape))
@@ -290,8 +289,7 @@ def test_steering_adds_the_centre_before_the_experts(router):
 
 
 def test_blocks_without_an_offset_are_steered_too():
-    sizes = {**SMALL, "num_layers": 1, "moe_layers": [0], "norm": "rms"}
-    model = with_weights(models.ViTBackbone.from_config(sizes))
+    model = with_weights(small_models.vit(**ONE_BLOCK, norm="rms"))
     steered = analysis.steer_expert(model, "block_0", expert=2, strength=1.5)
     vector = steered.get_layer("block_0").steering
     centre = analysis.expert_centres(model, "block_0")[2]

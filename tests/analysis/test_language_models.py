@@ -33,35 +33,6 @@ def records(model, rows):
     return keras.Model(model.input, model.routing).predict(inputs, verbose=0)
 
 
-def test_usage_is_counted_by_token(moepp):
-    rows = moepp.training_inputs(TEXTS)
-    ids = rows["token_ids"]
-    usage = analysis.expert_usage(
-        moepp, rows, groups=(ids % 2), group_names=["even", "odd"], verbose=0
-    )
-    tokens = usage.blocks["block_1"].tokens
-    routed = records(moepp, rows)["block_1"].dispatched
-    # Padding is in no group.
-    is_token = rows["padding_mask"] > 0
-    for row, group in enumerate((0, 1)):
-        expected = routed[is_token & (ids % 2 == group)].sum(axis=0)
-        np.testing.assert_array_equal(tokens[row], expected)
-    assert usage.blocks["block_1"].first_choices.sum() == is_token.sum()
-
-
-def test_types_of_experts_are_removed_after_training(moepp):
-    rows = moepp.training_inputs(TEXTS)
-    before = moepp.evaluate(rows, verbose=0, return_dict=True)["perplexity"]
-    without = analysis.exclude_experts(moepp, ["zero", "copy", "constant"])
-    without.compile()
-    after = without.evaluate(rows, verbose=0, return_dict=True)["perplexity"]
-    assert after != before
-    for record in records(without, rows).values():
-        assert record.dispatched[..., 4:].sum() == 0
-    with pytest.raises(ValueError, match="whose routers choose experts"):
-        analysis.exclude_experts(language_model("mumoe_gpt2_cp", rank=4), "ffn")
-
-
 @pytest.mark.every_backend
 def test_experts_are_pruned(moepp):
     rows = moepp.training_inputs(TEXTS)

@@ -24,13 +24,13 @@ from keras_moe.analysis.interventions import expert_scores
 from keras_moe.analysis.usage import routing_usage
 from keras_moe.ops import Routing
 from keras_moe.routers._pruned import METHODS
+from tests import small_models
 from tests.pair_models import IDS, MOE, PAIRS, TEXTS, clip, limoe, text_of_modalities
-from tests.small_models import SMALL, images, with_weights
+from tests.small_models import images, with_weights
 
 to_numpy = ops.convert_to_numpy
 PRUNINGS = (mask_experts, prune_experts)
 SHAPE = (3, 16, 8, 2)
-SIZES = {**SMALL, "moe_layers": [0, 1], "num_experts": 5}
 # Experts 2 and 3 have equal numbers of tokens.
 HAND = ExpertUsage(
     ["image", "text"],
@@ -48,9 +48,8 @@ pytestmark = pytest.mark.usefixtures("op_by_op")
 
 
 def classifier(**changes):
-    sizes = {**SIZES, "router": "softmax_token_choice", **changes}
-    model = models.ViTImageClassifier(models.ViTBackbone.from_config(sizes), 3)
-    return with_weights(model)
+    sizes = {"moe_layers": [0, 1], "num_experts": 5, "router": "softmax_token_choice"}
+    return with_weights(small_models.classifier(**{**sizes, **changes}))
 
 
 def test_scores_by_hand():

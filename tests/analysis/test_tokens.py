@@ -3,14 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_moe import models
-from keras_moe.analysis import (
-    expert_usage,
-    expert_views,
-    plots,
-    tag_tokens,
-    token_flows,
-)
+from keras_moe import analysis, models
 from keras_moe.analysis.tokens import flow_statistics, main_experts
 from keras_moe.ops import Routing
 from tests.small_models import small_pairs_model
@@ -31,10 +24,10 @@ def test_flows_by_hand():
     # A token that is served with weight 0 is served.
     no_weight = second._replace(combined=np.zeros((1, 4, 3)))
     assert main_experts(no_weight).tolist() == [[2, 1, 0, 3]]
-    flows = token_flows(first, second)
+    flows = analysis.token_flows(first, second)
     assert flows.tolist() == [[0, 0, 1, 1], [0, 1, 0, 0], [1, 0, 0, 0]]
     mask = np.array([[True, True, False, False]])
-    assert token_flows(first, second, mask).sum() == 2
+    assert analysis.token_flows(first, second, mask).sum() == 2
 
 
 def test_statistics_of_flows_by_hand():
@@ -56,7 +49,9 @@ def test_views_leave_the_class_token_out():
     combined = np.zeros((2, 5, 2))
     combined[0, 0, 0] = 1.0  # the class token
     combined[1, 4, 0] = 0.5  # the last patch
-    first, second = expert_views(routing(combined), (2, 2), images_per_expert=1)
+    first, second = analysis.expert_views(
+        routing(combined), (2, 2), images_per_expert=1
+    )
     np.testing.assert_array_equal(first.position_shares, [[0, 0], [0, 0.5]])
     assert first.images.tolist() == [1]
     np.testing.assert_array_equal(first.patches[0], [[False, False], [False, True]])
@@ -95,7 +90,7 @@ def test_pieces_have_the_tags_of_their_words():
     tokenizer = Pieces(
         ["two", "▁", "cat", "s", None], ["a", "t", "-shirt,", "▁a", "t-", None]
     )
-    tags = tag_tokens(tokenizer, CAPTIONS, tag)
+    tags = analysis.tag_tokens(tokenizer, CAPTIONS, tag)
     assert tags.group_names == ["DET", "NOUN", "NUM", "special", "padding"]
     assert names(tags) == [
         ["NUM", "NOUN", "NOUN", "NOUN", "special", "padding"],
@@ -104,32 +99,34 @@ def test_pieces_have_the_tags_of_their_words():
 
 
 def test_pieces_that_are_not_of_the_caption_are_unknown():
-    tags = tag_tokens(Pieces(["two", "<unk>", "cats"]), ["two 猫 cats"], tag)
+    tags = analysis.tag_tokens(Pieces(["two", "<unk>", "cats"]), ["two 猫 cats"], tag)
     assert names(tags) == [["NUM", "unknown", "unknown"]]
 
 
 def test_trained_tokenizers_are_aligned():
     tokenizer = models.TextTokenizer.trained(CAPTIONS, 520, max_length=30)
-    tags = tag_tokens(tokenizer, CAPTIONS, tag)
+    tags = analysis.tag_tokens(tokenizer, CAPTIONS, tag)
     texts = tokenizer(CAPTIONS)
     assert tags.groups.shape == texts["token_ids"].shape
     assert tags.group_names == ["DET", "NOUN", "NUM", "PUNCT", "special", "padding"]
     special = tags.groups == tags.group_names.index("special")
     np.testing.assert_array_equal(special.sum(axis=1), 2)
     # A caption alone has the same tags.
-    assert names(tag_tokens(tokenizer, "two cats", tag))[0] == names(tags)[0]
+    assert names(analysis.tag_tokens(tokenizer, "two cats", tag))[0] == names(tags)[0]
 
 
 def test_one_modality_is_counted_by_tag(tmp_path, op_by_op):
     model = small_pairs_model(CAPTIONS)
     tokenizer = model.preprocessor
     with pytest.warns(UserWarning, match="more than max_length"):
-        tags = tag_tokens(tokenizer, CAPTIONS, tag)
+        tags = analysis.tag_tokens(tokenizer, CAPTIONS, tag)
     inputs = {"images": np.zeros((2, 8, 8, 3), "float32"), **tokenizer(CAPTIONS)}
-    usage = expert_usage(model, inputs, modality="text", verbose=0, **tags._asdict())
+    usage = analysis.expert_usage(
+        model, inputs, modality="text", verbose=0, **tags._asdict()
+    )
     block = usage.blocks["text/block_1"]
     # K = 1, padding is routed, and no token is dropped.
     counts = np.bincount(tags.groups.ravel(), minlength=len(tags.group_names))
     np.testing.assert_array_equal(block.tokens.sum(axis=1), counts)
-    plots.plot_expert_groups(usage, tmp_path / "words.png")
+    analysis.plots.plot_expert_groups(usage, tmp_path / "words.png")
     assert (tmp_path / "words.png").stat().st_size > 5000

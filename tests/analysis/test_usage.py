@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_moe import models
 from keras_moe.analysis import (
     BlockUsage,
     ExpertUsage,
@@ -17,7 +16,7 @@ from keras_moe.analysis import (
 from keras_moe.analysis.usage import routing_usage
 from keras_moe.ops import Routing
 from tests.pair_models import IDS, PAIRS, TEXTS, clip, limoe, text_of_modalities
-from tests.small_models import SMALL, images, with_weights
+from tests.small_models import classifier, images, with_weights
 
 to_numpy = ops.convert_to_numpy
 SHAPE = (5, 16, 8, 2)
@@ -27,9 +26,7 @@ pytestmark = pytest.mark.usefixtures("op_by_op")
 
 @pytest.fixture(scope="module")
 def model():
-    sizes = {**SMALL, "moe_layers": [0, 1], "router": "softmax_token_choice"}
-    model = models.ViTImageClassifier(models.ViTBackbone.from_config(sizes), 3)
-    return with_weights(model)
+    return with_weights(classifier(moe_layers=[0, 1], router="softmax_token_choice"))
 
 
 # Functions of arrays

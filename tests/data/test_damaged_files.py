@@ -5,13 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from keras_moe.data import (
-    LabelHierarchy,
-    num_classes,
-    num_examples,
-    write_exclusion,
-    write_tfrecords,
-)
+from keras_moe import data
 from tests.pipelines import picture, save
 
 tf = pytest.importorskip("tensorflow")
@@ -51,17 +45,19 @@ def failures(path, name, *functions):
 def test_descriptions_of_records(tmp_path):
     path, source = tmp_path / "dataset.json", f"tfrecord:{tmp_path}"
     examples = [(picture(n), [n % 3]) for n in range(6)]
-    write_tfrecords(tmp_path, "train", examples, CLASSES, PARENTS)
-    readers = [lambda: num_classes(source), lambda: LabelHierarchy.load(path)]
-    readers.append(lambda: num_examples(source, "train"))
+    data.write_tfrecords(tmp_path, "train", examples, CLASSES, PARENTS)
+    readers = [lambda: data.num_classes(source), lambda: data.LabelHierarchy.load(path)]
+    readers.append(lambda: data.num_examples(source, "train"))
     assert failures(path, tmp_path, *readers) > 0.7
 
 
 def test_exclusions(tmp_path):
     path = tmp_path / "duplicates.json"
-    write_exclusion(path, "digits", "test", 450, np.array([0, 7, 20]))
-    assert num_examples("digits", "test", exclude=path) == 447
-    share = failures(path, path, lambda: num_examples("digits", "test", exclude=path))
+    data.write_exclusion(path, "digits", "test", 450, np.array([0, 7, 20]))
+    assert data.num_examples("digits", "test", exclude=path) == 447
+    share = failures(
+        path, path, lambda: data.num_examples("digits", "test", exclude=path)
+    )
     assert share > 0.7
 
 
@@ -74,4 +70,4 @@ def test_labels_of_folders(tmp_path):
     path.write_text(json.dumps(labels))
     source = f"folder:{tmp_path}"
     # Errors about all splits name the folder that they are in.
-    assert failures(path, tmp_path, lambda: num_examples(source, "train")) > 0.7
+    assert failures(path, tmp_path, lambda: data.num_examples(source, "train")) > 0.7

@@ -52,11 +52,6 @@ NAMES = {
 }
 
 
-def test_captions_are_unicode_s():
-    names = captions("en")
-    assert {code: names[text_of(code)] for code in NAMES} == NAMES
-
-
 PARTS = [
     ("2764-FE0F", "2764", ""),
     ("1F469-1F3FF-200D-1F692", "1F9D1-200D-1F692", "woman, dark skin tone"),
@@ -93,6 +88,8 @@ def test_every_emoji_has_one_name_in_each_language():
         assert len(set(names.values())) == len(emoji), language
         for name in names.values():
             assert name == " ".join(name.replace("_", " ").split()), language
+    names = captions("en")
+    assert {code: names[text_of(code)] for code in NAMES} == NAMES
     firefighter = text_of("1F469-1F3FF-200D-1F692")
     assert captions("fr")[firefighter] == "pompier femme: peau foncée"
     assert captions("de")[firefighter] == "feuerwehrfrau: dunkle hautfarbe"

@@ -6,14 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe.data import (
-    load,
-    load_captions,
-    load_pairs,
-    load_texts,
-    num_classes,
-    num_pairs,
-)
+from keras_moe import data
 from tests.pipelines import arrays, rows
 
 tfds = pytest.importorskip("tensorflow_datasets")
@@ -100,7 +93,9 @@ def contents(images):
 
 
 def test_images_and_labels(data_dir):
-    images, labels = arrays(load("tfds:insects", "test", (7, 8, 3), data_dir=data_dir))
+    images, labels = arrays(
+        data.load("tfds:insects", "test", (7, 8, 3), data_dir=data_dir)
+    )
     assert images.shape == (9, 7, 8, 3)
     assert images.dtype == "float32"
     assert labels.dtype == "int32"
@@ -114,7 +109,7 @@ def test_images_and_labels(data_dir):
 def test_slices_and_sums_of_splits(data_dir):
     def read(split):
         options = {"shuffle": False, "data_dir": data_dir}
-        return arrays(load("tfds:insects", split, (6, 6, 3), **options))[0]
+        return arrays(data.load("tfds:insects", split, (6, 6, 3), **options))[0]
 
     first, last = read("train[:90%]"), read("train[90%:]")
     assert (len(first), len(last)) == (27, 3)
@@ -125,7 +120,7 @@ def test_slices_and_sums_of_splits(data_dir):
 
 def test_colours_become_grey(data_dir):
     def read(channels):
-        dataset = load("tfds:insects", "test", (6, 6, channels), data_dir=data_dir)
+        dataset = data.load("tfds:insects", "test", (6, 6, channels), data_dir=data_dir)
         return arrays(dataset)[0]
 
     luminance = read(3) @ np.array([[0.2989], [0.587], [0.114]])
@@ -135,16 +130,16 @@ def test_colours_become_grey(data_dir):
 
 
 def test_classes_and_unknown_names_and_splits(data_dir):
-    assert num_classes("tfds:insects", data_dir=data_dir) == 4
+    assert data.num_classes("tfds:insects", data_dir=data_dir) == 4
     # Known without the data.
-    assert num_classes("tfds:imagenet2012", data_dir=data_dir) == 1000
+    assert data.num_classes("tfds:imagenet2012", data_dir=data_dir) == 1000
     with pytest.raises(ValueError, match=r"'tfds:ciffar10' .nearest: \['cifar10'"):
-        num_classes("tfds:ciffar10", data_dir=data_dir)
+        data.num_classes("tfds:ciffar10", data_dir=data_dir)
     with pytest.raises(ValueError, match=r"'tfds:mnist:9\.9\.9' .*only: 3\."):
-        num_classes("tfds:mnist:9.9.9", data_dir=data_dir)
+        data.num_classes("tfds:mnist:9.9.9", data_dir=data_dir)
     for split in ("validation", "train[:x]"):
         with pytest.raises(ValueError, match=re.escape(split)):
-            load("tfds:insects", split, data_dir=data_dir)
+            data.load("tfds:insects", split, data_dir=data_dir)
 
 
 IMAGE, PIXELS = tfds.features.Image(shape=(4, 4, 3)), np.zeros((4, 4, 3), "uint8")
@@ -166,9 +161,9 @@ def test_other_tasks_are_refused(tmp_path, name, features):
     make_builder(name, tmp_path, kinds, lambda _: values, None, {"train": 2})
     message = rf"tfds:{name} to have an image .*received: fe"
     with pytest.raises(ValueError, match=message):
-        load(f"tfds:{name}", "train", data_dir=str(tmp_path))
+        data.load(f"tfds:{name}", "train", data_dir=str(tmp_path))
     with pytest.raises(ValueError, match=message):
-        num_classes(f"tfds:{name}", data_dir=str(tmp_path))
+        data.num_classes(f"tfds:{name}", data_dir=str(tmp_path))
 
 
 def test_supervised_keys_name_the_features(tmp_path):
@@ -178,7 +173,7 @@ def test_supervised_keys_name_the_features(tmp_path):
         supervised_keys=("photo", "kind"),
         splits={"test": 3},
     )
-    dataset = load("tfds:other_names", "test", (4, 4, 3), data_dir=str(tmp_path))
+    dataset = data.load("tfds:other_names", "test", (4, 4, 3), data_dir=str(tmp_path))
     images, labels = arrays(dataset)
     np.testing.assert_allclose(images, 9 / 127.5 - 1, atol=1e-6)
     assert sorted(labels) == [0, 1, 2]
@@ -193,11 +188,11 @@ def test_several_labels(tmp_path):
 
     make_builder("many_labels", tmp_path, features, encode, splits={"train": 3})
     source, folder = "tfds:many_labels", str(tmp_path)
-    assert num_classes(source, folder) == 3
+    assert data.num_classes(source, folder) == 3
 
     def read(**options):
         options |= {"data_dir": folder, "multi_label": True}
-        images, labels = arrays(load(source, "train", (4, 4, 3), **options))
+        images, labels = arrays(data.load(source, "train", (4, 4, 3), **options))
         order = np.argsort(images[:, 0, 0, 0])
         return labels[order].tolist()
 
@@ -206,7 +201,7 @@ def test_several_labels(tmp_path):
     with pytest.raises(ValueError, match=r"Expected max_labels.*max_labels=None"):
         read()
     with pytest.raises(ValueError, match="multi_label=True with 'tfds:many_labels'"):
-        load(source, "train", data_dir=folder)
+        data.load(source, "train", data_dir=folder)
 
 
 @pytest.fixture(scope="module")
@@ -234,19 +229,19 @@ def celeb_a(tmp_path_factory):
 
 def test_attributes_are_several_labels(celeb_a):
     folder, names = celeb_a
-    assert num_classes("tfds:celeb_a", folder) == 40
+    assert data.num_classes("tfds:celeb_a", folder) == 40
     # Known without the data, too, and in CelebA's order.
-    assert num_classes("tfds:celeb_a") == 40
+    assert data.num_classes("tfds:celeb_a") == 40
     assert (names[9], names[20], names[39]) == ("Blond_Hair", "Male", "Young")
     options = {"data_dir": folder, "multi_label": True, "shuffle": False}
-    dataset = load("tfds:celeb_a", "test", (8, 8, 3), one_hot=True, **options)
+    dataset = data.load("tfds:celeb_a", "test", (8, 8, 3), one_hot=True, **options)
     images, labels = arrays(dataset)
     assert labels.shape == (6, 40)
     for image, label in zip(images, labels):
         index = round((image.mean() + 1) * 127.5 / 20)
         expected = [(index + place) % 13 == 0 for place in range(40)]
         np.testing.assert_array_equal(label, expected)
-    _, numbers = arrays(load("tfds:celeb_a", "test", (8, 8, 3), **options))
+    _, numbers = arrays(data.load("tfds:celeb_a", "test", (8, 8, 3), **options))
     for row, label in zip(numbers, labels, strict=True):
         assert row[row >= 0].tolist() == np.flatnonzero(label).tolist()
 
@@ -255,7 +250,7 @@ def test_a_download_asks_once_whether_there_is_a_network(monkeypatch, tmp_path):
     # Where a test has a network, it must not be asked.
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     with pytest.raises(OSError, match=r"Expected tfds:mnist in .* or to reach http"):
-        load("tfds:mnist", "train", data_dir=str(tmp_path))
+        data.load("tfds:mnist", "train", data_dir=str(tmp_path))
 
 
 JPEG = {"shape": (None, None, 3), "encoding_format": "jpeg"}
@@ -313,36 +308,36 @@ def captions_dir(tmp_path_factory):
 def test_captions_of_images(captions_dir, name, count):
     source, shape = f"tfds:{name}", (4, 6, 3)
     options = {"data_dir": captions_dir}
-    (batch,) = rows(load_pairs(source, "test", shape, **options))
+    (batch,) = rows(data.load_pairs(source, "test", shape, **options))
     # The writer shuffles: each image is among them with its own captions.
     assert sorted(row[0] for row in batch) == list(range(5))
     assert all(int(row[1].split()[0]) == row[0] for row in batch)
     options["captions"] = "all"
-    (every,) = rows(load_pairs(source, "test", shape, **options))
+    (every,) = rows(data.load_pairs(source, "test", shape, **options))
     assert len({row[:2] for row in every}) == len(every) == count
     assert all(int(row[1].split()[0]) == row[0] for row in every)
     assert len({row[2] for row in every}) == 5
-    assert num_pairs(source, "test", **options) == count
-    captions = load_captions(source, "test", **options)
+    assert data.num_pairs(source, "test", **options) == count
+    captions = data.load_captions(source, "test", **options)
     assert captions == tuple(row[1] for row in every)
 
 
 def test_order_of_captions_goes_on(captions_dir):
     def batches(take, **options):
         options = {"data_dir": captions_dir, "repeat": True, "seed": 3, **options}
-        dataset = load_pairs("tfds:coco_like", "train", (4, 6, 3), 4, **options)
+        dataset = data.load_pairs("tfds:coco_like", "train", (4, 6, 3), 4, **options)
         return rows(dataset, take)
 
     whole = batches(3)
     assert batches(1, start_batch=2) == whole[2:]
     # One caption alone is a text of its own.
-    captions = load_captions("tfds:laion", "test", data_dir=captions_dir)
+    captions = data.load_captions("tfds:laion", "test", data_dir=captions_dir)
     assert sorted(captions) == [f"{i} a" for i in range(5)]
     # A slice of the split has other records.
-    assert num_pairs("tfds:flickr30k", "train[2:5]", data_dir=captions_dir) == 3
+    assert data.num_pairs("tfds:flickr30k", "train[2:5]", data_dir=captions_dir) == 3
     every = {"captions": "all", "data_dir": captions_dir}
-    assert num_pairs("tfds:flickr30k", "train[2:5]", **every) == 15
-    dataset = load_pairs("tfds:flickr30k", "train[2:5]", (4, 6, 3), **every)
+    assert data.num_pairs("tfds:flickr30k", "train[2:5]", **every) == 15
+    dataset = data.load_pairs("tfds:flickr30k", "train[2:5]", (4, 6, 3), **every)
     images = [row[0] for row in rows(dataset)[0]]
     assert sorted(images.count(image) for image in {*images}) == [5, 5, 5]
 
@@ -352,6 +347,6 @@ def test_texts(tmp_path):
     make_builder(
         "stories", tmp_path, features, lambda i: {"text": f"story {i}", "label": 1}
     )
-    texts = load_texts("tfds:stories", "train[:10]", data_dir=str(tmp_path))
+    texts = data.load_texts("tfds:stories", "train[:10]", data_dir=str(tmp_path))
     assert len(set(texts)) == 10
     assert all(text.startswith("story ") for text in texts)

@@ -5,20 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from keras_moe.data import (
-    LabelHierarchy,
-    find_unreadable,
-    load,
-    load_captions,
-    load_pairs,
-    load_texts,
-    num_classes,
-    num_examples,
-    num_pairs,
-    reading_errors,
-    write_pair_tfrecords,
-    write_tfrecords,
-)
+from keras_moe import data
 from tests.disk import files_up_to
 from tests.pipelines import SHAPE, check_resumption, levels, picture, png, rows, save
 
@@ -35,7 +22,7 @@ def write(folder, count=23, num_files=3, labels=None, split="train", **options):
     labels = labels or (lambda index: index % 4)
     examples = ((picture(index), labels(index)) for index in range(count))
     options["num_files"] = num_files
-    write_tfrecords(folder, split, examples, CLASSES, **options)
+    data.write_tfrecords(folder, split, examples, CLASSES, **options)
     return f"tfrecord:{folder}"
 
 
@@ -59,14 +46,16 @@ def record(**features):
 
 def read(source, split="train", **options):
     """Numbers of the examples and their labels, a batch each."""
-    dataset = load(source, split, **{"image_shape": SHAPE, "shuffle": False, **options})
+    dataset = data.load(
+        source, split, **{"image_shape": SHAPE, "shuffle": False, **options}
+    )
     if options.get("repeat"):
         dataset = dataset.take(12)
     return [(levels(x), y.tolist()) for x, y in dataset.as_numpy_iterator()]
 
 
 def read_all(source, **options):
-    with reading_errors():
+    with data.reading_errors():
         return read(source, **options)
 
 
@@ -77,8 +66,8 @@ def flat(batches):
 def test_written_files_are_read(tmp_path):
     source = write(tmp_path)
     write(tmp_path, 5, 1, split="test")
-    assert num_classes(source) == 4
-    assert num_examples(source, "train") == 23
+    assert data.num_classes(source) == 4
+    assert data.num_examples(source, "train") == 23
     ((images, labels),) = read(source, batch_size=23)
     # Dealt out to three files in turn.
     assert images == [n for file in range(3) for n in range(file, 23, 3)]
@@ -91,7 +80,7 @@ def test_written_files_are_read(tmp_path):
     # The names of the features are the usual ones.
     del settings["features"]
     (tmp_path / "dataset.json").write_text(json.dumps(settings))
-    assert num_examples(source, "train") == 23
+    assert data.num_examples(source, "train") == 23
     shuffled = flat(read(source, shuffle=True))
     assert sorted(shuffled) == list(range(23))
     assert shuffled != sorted(shuffled)
@@ -112,7 +101,7 @@ def test_files_of_others(tmp_path):
     assert read(source, "val") == [([1, 2, 3], [2, 3, 4])]
     describe(classes=3, features=names)
     message = r"labels of 3 classes in .*photos-val\.rec, record 2; received: 3"
-    with pytest.raises(ValueError, match=message), reading_errors():
+    with pytest.raises(ValueError, match=message), data.reading_errors():
         read(source, "val")
     for settings, message in (
         ({"features": {"image": "jpg"}}, r"'image/class/label'.*\['cls', 'jpg'\]"),
@@ -136,14 +125,14 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
         yield picture(1), 9
 
     with pytest.raises(ValueError, match="received: 9 of example 1"):
-        write_tfrecords(tmp_path, "train", broken(), CLASSES)
+        data.write_tfrecords(tmp_path, "train", broken(), CLASSES)
     assert sorted(tmp_path.iterdir()) == before
     assert len(flat(read(source))) == 23
     # A write that succeeds replaces all files of the split.
     write(tmp_path, 4, 2)
     assert sorted(flat(read(source))) == [0, 1, 2, 3]
     with pytest.raises(ValueError, match=r"Expected the classes of .*dataset\.json"):
-        write_tfrecords(tmp_path, "test", [(picture(0), 0)], ["a", "b"])
+        data.write_tfrecords(tmp_path, "test", [(picture(0), 0)], ["a", "b"])
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path):
@@ -198,7 +187,7 @@ def test_a_record_without_an_image_is_named(tmp_path):
         with pytest.raises(ValueError, match=f"{message}.*{path}, record 1$"):
             read_all(source, augment=augment)
         # The files one after the other, of which two have 8.
-        assert find_unreadable(source, "train").tolist() == [17]
+        assert data.find_unreadable(source, "train").tolist() == [17]
         with pytest.warns(UserWarning, match=f"1 of 23 images.*{path}, record 1$"):
             actual = flat(read(source, unreadable="exclude"))
         assert sorted(actual) == [n for n in range(23) if n != 5]
@@ -216,7 +205,7 @@ def test_several_labels(tmp_path):
     ((_, sparse),) = read(source, multi_label=True, max_labels=4)
     assert sparse[1] == [2, 3, -1, -1]
     closed = [[0, 1], [0, 2, 3], [], [3], [0, 1, 2], [0, 1, 3], [0, 2]]
-    hierarchy = LabelHierarchy(CLASSES, PARENTS)
+    hierarchy = data.LabelHierarchy(CLASSES, PARENTS)
     for arguments in (hierarchy, hierarchy.to_dict(), tmp_path / "dataset.json"):
         ((_, sparse),) = read(source, multi_label=True, hierarchy=arguments)
         assert sparse == [[*labels, *[-1] * 4][:4] for labels in closed]
@@ -225,23 +214,13 @@ def test_several_labels(tmp_path):
     with pytest.raises(tf.errors.InvalidArgumentError, match="most max_labels=1"):
         read(source, multi_label=True, max_labels=1)
     # Classes are found by name.
-    larger = LabelHierarchy(["thing", *reversed(CLASSES)], {"rock": ["thing"]})
+    larger = data.LabelHierarchy(["thing", *reversed(CLASSES)], {"rock": ["thing"]})
     ((_, sparse),) = read(source, multi_label=True, hierarchy=larger)
     assert sparse[3] == [0, 1, -1, -1]
     # Mixing needs vectors, and makes them.
     ((_, mixed),) = read(source, multi_label=True, augment="mixup")
     assert np.shape(mixed) == (7, 4)
     assert 0 < np.max(mixed) <= 1
-
-
-def test_single_labels_in_a_hierarchy():
-    even = {str(n): ["even"] for n in range(0, 10, 2)}
-    tens = LabelHierarchy([*map(str, range(10)), "even"], even)
-    options = {"image_shape": SHAPE, "multi_label": True, "hierarchy": tens}
-    _, labels = next(load("digits", "test", **options).as_numpy_iterator())
-    _, single = next(load("digits", "test", SHAPE).as_numpy_iterator())
-    np.testing.assert_array_equal(labels[:, 0], single)
-    np.testing.assert_array_equal(labels[:, 1], np.where(single % 2, -1, 10))
 
 
 def test_folders_with_several_labels(tmp_path):
@@ -254,16 +233,16 @@ def test_folders_with_several_labels(tmp_path):
         (tmp_path / split / "labels.json").write_text(json.dumps(listed))
     source = f"folder:{tmp_path}"
     # Nothing is only an animal.
-    assert num_classes(source) == 3
+    assert data.num_classes(source) == 3
     ((images, labels),) = read(source, multi_label=True)
     assert images == list(range(7))
     assert labels == [
         [*sorted(label - 1 for label in labels), -1, -1][:2] for labels in SEVERAL
     ]
-    hierarchy = LabelHierarchy(CLASSES, PARENTS)
+    hierarchy = data.LabelHierarchy(CLASSES, PARENTS)
     ((_, labels),) = read(source, "test", multi_label=True, hierarchy=hierarchy)
     assert labels == [[0, 1, -1, -1], [0, 2, 3, -1]]
-    unknown = LabelHierarchy(["bee", "cat"], {})
+    unknown = data.LabelHierarchy(["bee", "cat"], {})
     with pytest.raises(ValueError, match=r"without \['rock'\]"):
         read(source, multi_label=True, hierarchy=unknown)
     (tmp_path / "test" / "labels.json").unlink()
@@ -318,7 +297,7 @@ def test_excluded_examples_do_not_come(sources, kind, tmp_path):
     indices = [0, 5, 6, 7, 8, 9, 22, 5]
     kept = [n for i, n in enumerate(order) if i not in indices]
     assert flat(read(source, exclude=indices)) == kept
-    assert num_examples(source, "train", exclude=indices) == 16
+    assert data.num_examples(source, "train", exclude=indices) == 16
     options = {"shuffle": True, "batch_size": 4, "exclude": indices}
     parts = [read(source, **options, shard=(i, 2)) for i in range(2)]
     assert sorted(n for part in parts for n in flat(part)) == sorted(kept)
@@ -338,24 +317,28 @@ def captions_of(number):
 @pytest.fixture
 def source(tmp_path):
     pairs = [(png(i), captions_of(i)) for i in range(11)]
-    write_pair_tfrecords(tmp_path, "train", pairs, num_files=2)
+    data.write_pair_tfrecords(tmp_path, "train", pairs, num_files=2)
     return f"tfrecord:{tmp_path}"
 
 
 def test_captions_are_read_back(source):
     flat = {(i, text) for i in range(11) for text in captions_of(i)}
-    (batch,) = rows(load_pairs(source, "train", SHAPE))
+    (batch,) = rows(data.load_pairs(source, "train", SHAPE))
     assert sorted(row[0] for row in batch) == list(range(11))
     assert {row[:2] for row in batch} <= flat
-    assert sorted(load_captions(source, "train")) == sorted(text for _, text in flat)
-    (batch,) = rows(load_pairs(source, "train", SHAPE, captions="all"))
-    assert len(batch) == num_pairs(source, "train", captions="all") == len(flat)
+    assert sorted(data.load_captions(source, "train")) == sorted(
+        text for _, text in flat
+    )
+    (batch,) = rows(data.load_pairs(source, "train", SHAPE, captions="all"))
+    assert len(batch) == data.num_pairs(source, "train", captions="all") == len(flat)
     assert {row[:2] for row in batch} == flat
     # Ids are equal for the captions of one image alone.
     assert len({(r[0], r[2]) for r in batch}) == 11
     assert {row[2] for row in batch} == {*range(11)}
     assert len({row[3] for row in batch}) == len(flat)
-    first = rows(load_pairs(source, "train", SHAPE, captions="first", shuffle=False))
+    first = rows(
+        data.load_pairs(source, "train", SHAPE, captions="first", shuffle=False)
+    )
     assert [row[1] for row in first[0]] == [
         captions_of(i)[0] for i in [*range(0, 11, 2), *range(1, 11, 2)]
     ]
@@ -365,7 +348,7 @@ def test_captions_are_read_back(source):
 def test_resumption_and_shards_of_captions(source, choice):
     def batches(take, **options):
         options |= {"batch_size": 4, "repeat": True, "captions": choice}
-        return rows(load_pairs(source, "train", SHAPE, **options), take)
+        return rows(data.load_pairs(source, "train", SHAPE, **options), take)
 
     if choice == "all":
         # Pairs by offsets are rows of common batches.
@@ -386,9 +369,9 @@ def test_stored_tokens(tmp_path):
         return {"token_ids": ids, "padding_mask": mask, "token_type_ids": ids[:, :1]}
 
     pairs = [(png(i), captions_of(i)) for i in range(4)]
-    write_pair_tfrecords(tmp_path, "test", pairs, tokenizer=tokenizer)
+    data.write_pair_tfrecords(tmp_path, "test", pairs, tokenizer=tokenizer)
     source = f"tfrecord:{tmp_path}"
-    dataset = load_pairs(source, "test", SHAPE, captions="all")
+    dataset = data.load_pairs(source, "test", SHAPE, captions="all")
     inputs, ids = next(dataset.as_numpy_iterator())
     expected = [[1 + i, ord(text[-1]), 0] for i in range(4) for text in captions_of(i)]
     assert inputs["token_ids"].tolist() == expected
@@ -396,10 +379,10 @@ def test_stored_tokens(tmp_path):
     assert inputs["padding_mask"].tolist() == [[True, True, False]] * len(expected)
     assert len({*ids["text_ids"].tolist()}) == len(expected)
     with pytest.raises(ValueError, match="tokenizer=None with stored tokens"):
-        load_pairs(source, "test", tokenizer=tokenizer)
+        data.load_pairs(source, "test", tokenizer=tokenizer)
     # Another split cannot have text.
     with pytest.raises(ValueError, match="Expected the features"):
-        write_pair_tfrecords(tmp_path, "train", pairs)
+        data.write_pair_tfrecords(tmp_path, "train", pairs)
 
 
 def test_faults(tmp_path):
@@ -415,23 +398,23 @@ def test_faults(tmp_path):
     for number, fault in enumerate(bad):
         write_records(path, [good[0], fault])
         choice = ("random", "all")[number % 2]
-        dataset = load_pairs(source, "train", SHAPE, captions=choice)
+        dataset = data.load_pairs(source, "train", SHAPE, captions=choice)
         with pytest.raises(ValueError, match=r"Expected.*train\.tfrecord"):
             rows(dataset)
     write_records(path, [good[0], *bad, *good[1:]])
     options = {"captions": "all", "shuffle": False, "unreadable": "exclude"}
     with pytest.warns(UserWarning, match="4 of 7 images"):
-        dataset = load_pairs(source, "train", SHAPE, **options)
+        dataset = data.load_pairs(source, "train", SHAPE, **options)
     assert [row[0] for row in rows(dataset)[0]] == [0, 1, 2]
     with pytest.raises(ValueError, match="captions in UTF-8"):
-        load_captions(source, "train")
+        data.load_captions(source, "train")
     # The image of the last one alone is of no use.
-    captions = load_captions(source, "train", unreadable="exclude")
+    captions = data.load_captions(source, "train", unreadable="exclude")
     assert captions == ("a cat", "a dog", "a cat", "a cat")
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 5)
     with pytest.raises(ValueError, match=r"whole records.*train\.tfrecord"):
-        load_pairs(source, "train")
+        data.load_pairs(source, "train")
 
 
 def test_records_have_texts(tmp_path):
@@ -439,4 +422,4 @@ def test_records_have_texts(tmp_path):
     write_records(path, [record(story=[x.encode()]) for x in ("one", "zwei ü")])
     settings = {"features": {"text": "story"}}
     (tmp_path / "dataset.json").write_text(json.dumps(settings))
-    assert load_texts(f"tfrecord:{tmp_path}", "train") == ("one", "zwei ü")
+    assert data.load_texts(f"tfrecord:{tmp_path}", "train") == ("one", "zwei ü")

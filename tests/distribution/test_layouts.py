@@ -97,11 +97,7 @@ def test_meshes():
         ("mumoe_mixer_s16_cp", {"model_parallel": 2}, "model_parallel=2"),
         ("vit_b16", {"model_parallel": 8}, "model_parallel=8, num_heads=12"),
         ("vit_b16", {"model_parallel": 4, "mlp_dim": 30}, "=4, mlp_dim=30"),
-        (
-            "mixer_s16",
-            {"model_parallel": 4, "token_mlp_dim": 30},
-            "token_mlp.*=4, mlp_dim=30",
-        ),
+        ("mixer_s16", {"model_parallel": 4, "token_mlp_dim": 30}, "token_mlp.*=30"),
         ("vmoe_b16", {"batch_size": 12}, "8 devices.*batch_size=12"),
         ("vmoe_b16", {"batch_size": 0}, "batch_size=0"),
         ("vmoe_b61", {}, "vmoe_b61"),

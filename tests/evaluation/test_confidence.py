@@ -42,14 +42,6 @@ def test_calibration_error_by_hand():
     assert result.table().row_count == 3
 
 
-def test_of_what_is_right_as_often_as_it_says_the_error_is_small():
-    given = probabilities(50_000)
-    draws = np.random.default_rng(2).uniform(size=(len(given), 1))
-    labels = (given.cumsum(axis=1) < draws).sum(axis=1)
-    assert calibration(given, labels).ece < 0.01
-    assert calibration(np.eye(5)[given.argmax(axis=1)], labels).ece > 0.2
-
-
 @pytest.mark.parametrize("digits", [1, 9])
 def test_areas_are_those_of_scikit_learn(digits):
     metrics = pytest.importorskip("sklearn.metrics")

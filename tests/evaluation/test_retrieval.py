@@ -77,14 +77,6 @@ def test_recalls_by_hand():
     }  # fmt: skip
 
 
-def test_a_collapsed_model_has_the_recall_of_chance():
-    result = retrieval(np.ones((20, 7)), np.full((20, 7), 0.1), ks=(1, 5))
-    assert (
-        result.image_to_text.tolist() == result.text_to_image.tolist() == [0.05, 0.25]
-    )
-    assert contrastive_accuracy(np.ones((8, 3)), np.ones((8, 3)), 4).accuracy == 0.25
-
-
 def test_chunks_change_nothing_at_float32(monkeypatch):
     rng = np.random.default_rng(0)
     texts = rng.normal(size=(130, 64)).astype("float32")

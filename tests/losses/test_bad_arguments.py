@@ -6,13 +6,6 @@ import numpy as np
 import pytest
 
 from keras_moe import losses
-from keras_moe.losses import (
-    AuxiliaryLoss,
-    SigmoidContrastiveLoss,
-    SoftmaxContrastiveLoss,
-    check_modalities,
-    limoe_losses,
-)
 
 X = np.ones((3, 4), "float32")
 LOGITS = np.ones((2, 6, 4), "float32")
@@ -20,7 +13,7 @@ softmax = partial(losses.softmax_contrastive_loss, X, X, 1.0)
 sigmoid = partial(losses.sigmoid_contrastive_loss, X, X, 1.0)
 global_entropy = partial(losses.global_entropy_loss, LOGITS)
 OUTPUTS = {"image_embeddings": X, "text_embeddings": X, "logit_scale": 1.0}
-AUDIO = limoe_losses({"c": 1.0}, modalities="abc", local_modalities=())
+AUDIO = losses.limoe_losses({"c": 1.0}, modalities="abc", local_modalities=())
 
 
 @pytest.mark.parametrize(("call", "received"), [
@@ -33,25 +26,26 @@ AUDIO = limoe_losses({"c": 1.0}, modalities="abc", local_modalities=())
     (lambda: global_entropy(True), "threshold=True"),
     (lambda: losses.mutual_information_loss(LOGITS, np.zeros((2, 6)), 0),
      "num_modalities=0"),
-    (lambda: AuxiliaryLoss("local_entropy", modality=-1), "modality=-1"),
-    (lambda: AuxiliaryLoss("local_entropy", -2.0), "weight=-2.0"),
-    (lambda: AuxiliaryLoss("global_entropy", threshold="9"), "threshold='9'"),
-    (lambda: AuxiliaryLoss("mutual_information", num_modalities=0), "num_modalities=0"),
-    (lambda: AuxiliaryLoss("y"), "function='y'"),
-    (lambda: AuxiliaryLoss("router_z", modality=1), "modality=1"),
-    (lambda: AuxiliaryLoss("load_balance", choice="all"),
+    (lambda: losses.AuxiliaryLoss("local_entropy", modality=-1), "modality=-1"),
+    (lambda: losses.AuxiliaryLoss("local_entropy", -2.0), "weight=-2.0"),
+    (lambda: losses.AuxiliaryLoss("global_entropy", threshold="9"), "threshold='9'"),
+    (lambda: losses.AuxiliaryLoss("mutual_information", num_modalities=0),
+     "num_modalities=0"),
+    (lambda: losses.AuxiliaryLoss("y"), "function='y'"),
+    (lambda: losses.AuxiliaryLoss("router_z", modality=1), "modality=1"),
+    (lambda: losses.AuxiliaryLoss("load_balance", choice="all"),
      "choice='all' (nearest: choices)"),
-    (lambda: limoe_losses({}, weight=-1), "weight=-1"),
+    (lambda: losses.limoe_losses({}, weight=-1), "weight=-1"),
     (lambda: losses.get({"router_zz": 1.0}), "'router_zz' (nearest: router_z)"),
     (lambda: losses.get({"load_balance": {"choices": "second"}}), "choices='second'"),
-    (lambda: check_modalities({"global_entropy": {"modality": 2}}, 2),
+    (lambda: losses.check_modalities({"global_entropy": {"modality": 2}}, 2),
      "modality=2, loss='global_entropy'"),
-    (lambda: check_modalities(AUDIO, 2), "modality=2, loss='global_entropy'"),
-    (lambda: limoe_losses({"audio": 1.0}), "modality='audio'"),
-    (lambda: limoe_losses({}, local_modalities=("sound",)), "modality='sound'"),
-    (lambda: limoe_losses({}, "global_entropy"), "local_loss='global_entropy'"),
-    (lambda: limoe_losses({"text": -1.0}), "threshold=-1.0"),
-    (lambda: limoe_losses({}, classic=("y",)), "function='y'"),
+    (lambda: losses.check_modalities(AUDIO, 2), "modality=2, loss='global_entropy'"),
+    (lambda: losses.limoe_losses({"audio": 1.0}), "modality='audio'"),
+    (lambda: losses.limoe_losses({}, local_modalities=("sound",)), "modality='sound'"),
+    (lambda: losses.limoe_losses({}, "global_entropy"), "local_loss='global_entropy'"),
+    (lambda: losses.limoe_losses({"text": -1.0}), "threshold=-1.0"),
+    (lambda: losses.limoe_losses({}, classic=("y",)), "function='y'"),
     (lambda: losses.get(["router_z"]), "['router_z']"),
     (lambda: losses.get({"limoe": {"threshold": {}}}),
      "threshold={} (nearest: thresholds)"),
@@ -65,10 +59,11 @@ AUDIO = limoe_losses({"c": 1.0}, modalities="abc", local_modalities=())
     (lambda: softmax(text_ids=np.ones(3, "float32")), "float32"),
     (lambda: sigmoid(sample_weight=np.ones((3, 1))), "sample_weight.shape=(3, 1)"),
     (lambda: softmax(chunk_size=0), "chunk_size=0"),
-    (lambda: SigmoidContrastiveLoss(chunk_size=2.5), "chunk_size=2.5"),
-    (lambda: SoftmaxContrastiveLoss(multi_positive=1), "multi_positive=1"),
-    (lambda: SoftmaxContrastiveLoss("texts"), "direction='texts'"),
-    (lambda: SoftmaxContrastiveLoss(multi_positive=True)(None, OUTPUTS), "y_true=None"),
+    (lambda: losses.SigmoidContrastiveLoss(chunk_size=2.5), "chunk_size=2.5"),
+    (lambda: losses.SoftmaxContrastiveLoss(multi_positive=1), "multi_positive=1"),
+    (lambda: losses.SoftmaxContrastiveLoss("texts"), "direction='texts'"),
+    (lambda: losses.SoftmaxContrastiveLoss(multi_positive=True)(None, OUTPUTS),
+     "y_true=None"),
     (lambda: losses.LogScaleBound(0.0), "largest_scale=0.0"),
 ])  # fmt: skip
 def test_bad_arguments(call, received):

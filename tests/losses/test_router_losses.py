@@ -102,10 +102,7 @@ def test_load_balance_of_all_choices_by_hand():
     actual = load_balance_loss(gates, mask, num_selected_experts=2)
     expected = 3 * (0.75 / 2 + 0.25 / 2)
     assert_close(actual, [expected], 1e-6)
-
-
-def test_the_choices_that_balance_are_an_argument():
-    gates = np.array([[[0.75, 0.25, 0.0], [0.75, 0.0, 0.25]]], "float32")
+    # By an argument of the loss.
     routing = routing_of(None)._replace(gates=gates)
     router = SimpleNamespace(num_selected_experts=2)
     for choices, expected in (("first", 1.125), ("all", 0.65625)):

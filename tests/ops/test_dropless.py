@@ -5,12 +5,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_moe.ops import (
-    HeterogeneousPlan,
-    RaggedPlan,
-    dropless_token_choice,
-    token_choice,
-)
+from keras_moe import ops
 from tests.compare import assert_close, assert_same
 from tests.gradients import gradient_and_outputs
 
@@ -39,12 +34,12 @@ def test_rows_stand_by_expert_and_serve_every_choice(
         gates = np.round(gates * 2) / 2
     mask = generator.random((groups, tokens)) >= masked
     options = {"normalize_gates": normalize_gates, "in_place_experts": in_place}
-    plan = dropless_token_choice(gates, gates, selected, mask, **options)
-    limited = token_choice(gates, gates, selected, tokens, mask=mask, **options)
+    plan = ops.dropless_token_choice(gates, gates, selected, mask, **options)
+    limited = ops.token_choice(gates, gates, selected, tokens, mask=mask, **options)
     assert_close(plan.assignments(), limited.assignments(), 1e-6)
-    assert isinstance(plan, HeterogeneousPlan) == bool(in_place)
+    assert isinstance(plan, ops.HeterogeneousPlan) == bool(in_place)
     # Only the first experts have rows.
-    plan = RaggedPlan(*map(to_numpy, plan.plan if in_place else plan))
+    plan = ops.RaggedPlan(*map(to_numpy, plan.plan if in_place else plan))
     dispatched = to_numpy(limited.assignments()[0]).reshape(-1, experts)
     dispatched = dispatched[:, : experts - in_place]
     assert_same(plan.group_sizes, dispatched.sum(axis=0))
@@ -72,9 +67,9 @@ def test_outputs_and_gradients_are_those_of_room_for_everybody():
         def run(x, logits):
             gates = keras.ops.softmax(logits)
             if kind == "limited":
-                plan = token_choice(gates, gates, 2, 5, mask=mask)
+                plan = ops.token_choice(gates, gates, 2, 5, mask=mask)
             else:
-                plan = dropless_token_choice(gates, gates, 2, mask)
+                plan = ops.dropless_token_choice(gates, gates, 2, mask)
             plan = plan.dense() if kind == "dense" else plan
             # Identity experts: what is left are the gates.
             outputs = plan.combine(plan.dispatch(x))
@@ -86,16 +81,3 @@ def test_outputs_and_gradients_are_those_of_room_for_everybody():
         for actual, wanted in zip(layer(kind), layer("limited")):
             assert_close(actual, wanted, 1e-5, 1e-6)
     assert (layer("dropless")[1][0][1, 2] == 0).all()
-
-
-def test_dense_by_hand():
-    # One group: token 0 is masked, tokens 1 and 3 go to expert 1, token 2 to expert 0.
-    gates = np.array([[[0.9, 0.1], [0.3, 0.7], [0.6, 0.4], [0.2, 0.8]]], "float32")
-    mask = np.array([[False, True, True, True]])
-    plan = dropless_token_choice(gates, gates, 1, mask)
-    dense = plan.dense()
-    expected = np.zeros((1, 4, 2, 4), bool)
-    expected[0, 1, 1, 0] = expected[0, 2, 0, 0] = expected[0, 3, 1, 1] = True
-    assert_same(dense.dispatch_weights, expected)
-    weights = expected * gates[..., None]
-    assert_same(dense.combine_weights, weights)

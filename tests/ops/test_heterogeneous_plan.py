@@ -15,7 +15,6 @@ from keras_moe.ops import (
     token_choice,
 )
 from tests.compare import assert_close, assert_same
-from tests.gradients import gradient
 from tests.ops import reference
 
 some = settings(max_examples=15, deadline=None, derandomize=True, database=None)
@@ -147,15 +146,3 @@ def test_capacities_round_half_to_even(tokens, expected):
         10 * tokens, expert_types, 0.75, 0.1, rounding="round"
     )
     assert actual == expected
-
-
-def test_gradients_reach_the_gates_of_every_kind():
-    gates = np.array([[[0.2, 0.5, 0.3], [0.4, 0.1, 0.5]]], "float32")
-
-    def weights(gates):
-        plan = token_choice(gates, gates, 2, capacity=2, in_place_experts=1)
-        scale = keras.ops.convert_to_tensor([1.0, 10.0, 100.0])
-        return keras.ops.sum(plan.assignments()[1] * scale)
-
-    (actual,) = gradient(weights, gates)
-    assert_close(actual, [[[0, 10, 100], [1, 0, 100]]])

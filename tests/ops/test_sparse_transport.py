@@ -15,7 +15,7 @@ from keras_moe.ops.sparse_transport import (
     sparse_transport,
 )
 from keras_moe.ops.transport import Transport
-from tests.compare import assert_close, assert_same
+from tests.compare import assert_close
 from tests.gradients import compiled, gradient
 
 SOLVERS = ("newton", "adam")
@@ -266,11 +266,3 @@ def test_unknown_sizes(side, solver):
     bound = 3 if side == "expert" else 2
     actual = program(utility, bound)
     assert_close(actual.plan, transport(utility, side, bound, solver).plan, atol=2e-3)
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_equal_utilities_go_to_the_lowest(solver):
-    actual = transport(np.full((1, 4, 2), 0.5, "float32"), "token", 1, solver, 1)
-    assert actual.plan[0].tolist()[0] in ([1, 0], [0, 1])
-    first = transport(np.full((1, 6, 3), 0.5, "float32"), "expert", 2, solver, 1)
-    assert_same((first.plan[0] > 0).sum(axis=0), [2, 2, 2])

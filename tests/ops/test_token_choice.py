@@ -101,10 +101,8 @@ def test_first_choices_go_before_second_choices():
     plan = route(gates, 2, 1, "max_gate")
     assert plan.slot_tokens.tolist() == [[[0], [1]]]
     assert plan.token_slots.tolist() == [[[0, -1], [1, -1]]]
-
-
-def test_a_dropped_first_choice_frees_nothing():
-    # Token 1 loses expert 0, and its second choice still queues among the seconds.
+    # A dropped first choice frees nothing: token 1 loses expert 0, and its second
+    # choice still queues among the seconds.
     gates = np.array([[[0.6, 0.4, 0], [0.7, 0.3, 0], [0, 0.9, 0.1]]], "float32")
     plan = route(gates, 2, 1)
     assert plan.slot_tokens.tolist() == [[[0], [2], [2]]]

@@ -53,7 +53,6 @@ def options(*examples):
         ("images", {"x": PIXELS}, {}, r"Expected images, .*a dict of \['x'\]"),
         ("images", np.uint8(255 * (PIXELS > 0)), {}, RANGE),
         ("images", 127.5 * (PIXELS.clip(-1, 1) + 1.0), {}, RANGE),
-        ("images", PIXELS > 0, {}, RANGE),
         ("images", (PIXELS, np.array([0.5, 1.0, 0.0])), {}, LABELS),
         ("images", (PIXELS, np.array([np.nan, 1.0, 0.0])), {}, LABELS),
         ("images", (PIXELS, np.array(["cat", "dog", "cat"])), {}, LABELS),

@@ -10,32 +10,23 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from keras_moe import routers
 from keras_moe.analysis.plots._figure import figure_svg
 from keras_moe.analysis.routing import served_at
 from keras_moe.report import Figure, Html, Options, Table
 from keras_moe.report import _queues as queues
 from keras_moe.report._markup import patch_tile, sprite, tile_of
 from keras_moe.report._queues import queues_of_layers
+from keras_moe.report.sections import _transitions
 from keras_moe.report.sections._capacity import DroppedPatches, Priorities
 from keras_moe.report.sections._loads import LayerCounts
 from keras_moe.report.sections._top_tokens import BestPatches, BestWords, TopTokens
-from keras_moe.report.sections._transitions import (
-    ExpertTransitions,
-    draw_flows,
-    main_flows,
-)
-from keras_moe.routers import (
-    ExpertChoiceRouter,
-    PathwayAwareRouter,
-    SoftRouter,
-    TokenChoiceRouter,
-)
 from keras_moe.routers._pruned import PrunedTokenChoiceRouter
 from tests.report_records import batch as batch_of
 from tests.report_records import block, record, reported
 
 HOSTILE = "</svg><script>alert(1)</script>$x^2$"
-SECTIONS = (Priorities, DroppedPatches, ExpertTransitions, TopTokens)
+SECTIONS = (Priorities, DroppedPatches, _transitions.ExpertTransitions, TopTokens)
 # A class token, then two patches.
 GATES = np.array([[[0.6, 0.4], [0.9, 0.1], [0.7, 0.3]]], "float32")
 
@@ -92,7 +83,7 @@ def contents(about, *batches):
 
 def test_queues_by_hand():
     # All three prefer expert 0, which serves ceil(3 / 2) = 2.
-    router = TokenChoiceRouter(2, 1, capacity_factor=1.0, priority="max_gate")
+    router = routers.TokenChoiceRouter(2, 1, capacity_factor=1.0, priority="max_gate")
     about = subject(router, ["block_1"], (1, 2))
     content = contents(about, batch({"block_1": record(GATES)}, (1, 2)))[Priorities]
     layer = content.data["layers"][0]
@@ -115,7 +106,7 @@ def test_queues_by_hand():
 
 
 def test_modalities_of_a_shared_layer_compete():
-    router = TokenChoiceRouter(
+    router = routers.TokenChoiceRouter(
         2, 1, capacity_factor=1.0, num_modalities=2, priority=(1, 0)
     )
     keys = ["image/block_1", "text/block_1"]
@@ -159,7 +150,7 @@ def test_modalities_of_a_shared_layer_compete():
 
 
 def test_groups_are_drawn_from_data_that_come_class_by_class(monkeypatch):
-    router = TokenChoiceRouter(2, 1, capacity_factor=1.0)
+    router = routers.TokenChoiceRouter(2, 1, capacity_factor=1.0)
     about = subject(router, ["block_1"], None, group_size=8)
     # Examples of one token: the first half chooses expert 0, the others expert 1.
     gates = np.array([[[0.9, 0.1]], [[0.1, 0.9]]], "float32").repeat(32, axis=0)
@@ -191,7 +182,7 @@ def test_groups_are_drawn_from_data_that_come_class_by_class(monkeypatch):
 
 
 def test_images_fill_groups_and_the_rest_is_left_out():
-    router = TokenChoiceRouter(2, 1, capacity_factor=1.0)
+    router = routers.TokenChoiceRouter(2, 1, capacity_factor=1.0)
     about = subject(router, ["block_1"], (1, 3), group_size=7)
     (layer,) = queues_of_layers(about, ("token_choice",))
     queues = layer.read(batch({"block_1": record(np.repeat(GATES, 5, axis=0))}))
@@ -208,14 +199,14 @@ def test_images_fill_groups_and_the_rest_is_left_out():
 
 
 def test_kinds_of_experts_have_capacities_of_their_own():
-    router = PathwayAwareRouter(
+    router = routers.PathwayAwareRouter(
         12, 2, zero_experts=1, copy_experts=1, constant_experts=2, tau=0.75
     )
     about = subject(router, ["block_1"], None, 136)
     (layer,) = queues_of_layers(about, ("token_choice",))
     ffn, in_place = router.capacities(136, training=True)
     assert layer.capacities(136).tolist() == [ffn] * 8 + [in_place] * 4
-    fixed = TokenChoiceRouter(2, 1, capacity=3)
+    fixed = routers.TokenChoiceRouter(2, 1, capacity=3)
     (layer,) = queues_of_layers(subject(fixed, ["b"], None), ("token_choice",))
     assert layer.capacities(100).tolist() == [3, 3]
 
@@ -235,7 +226,7 @@ def test_pruned_experts_serve_nobody(method):
 
 
 def test_drops_fall_with_capacity():
-    router = ExpertChoiceRouter(2, capacity_factor=1.0)
+    router = routers.ExpertChoiceRouter(2, capacity_factor=1.0)
     about = subject(router, ["block_1"], (1, 2), kind="expert_choice")
     routing = {"block_1": record(GATES)}
     made = contents(about, batch(routing, (1, 2)))
@@ -252,9 +243,9 @@ def test_drops_fall_with_capacity():
 @pytest.mark.parametrize(
     ("router", "group_size", "expected"),
     [
-        (ExpertChoiceRouter(2, affinity="sparsity_constrained"), None, True),
-        (TokenChoiceRouter(2, 1, affinity="sinkhorn"), 8, True),
-        (ExpertChoiceRouter(2, affinity="sinkhorn"), None, False),
+        (routers.ExpertChoiceRouter(2, affinity="sparsity_constrained"), None, True),
+        (routers.TokenChoiceRouter(2, 1, affinity="sinkhorn"), 8, True),
+        (routers.ExpertChoiceRouter(2, affinity="sinkhorn"), None, False),
     ],
 )
 def test_a_page_says_which_drops_are_approximate(router, group_size, expected):
@@ -271,11 +262,11 @@ def test_a_page_says_which_drops_are_approximate(router, group_size, expected):
 
 
 def test_sections_fit_their_models():
-    soft = subject(SoftRouter(4), ["block_1", "block_3"], (1, 2), kind="soft")
+    soft = subject(routers.SoftRouter(4), ["block_1", "block_3"], (1, 2), kind="soft")
     assert [section.fits(soft) for section in SECTIONS] == [False, False, False, True]
-    router = TokenChoiceRouter(2, 1)
+    router = routers.TokenChoiceRouter(2, 1)
     one_layer = subject(router, ["block_1"], (1, 2))
-    assert not ExpertTransitions.fits(one_layer)
+    assert not _transitions.ExpertTransitions.fits(one_layer)
     texts = subject(router, ["text/block_1", "text/block_3"], None)
     assert [s.fits(texts) for s in SECTIONS] == [True, False, True, True]
     head = subject(router, ["head"], (1, 2), kind="mumoe")
@@ -283,17 +274,17 @@ def test_sections_fit_their_models():
 
 
 def test_padding_does_not_flow():
-    router = TokenChoiceRouter(2, 1)
+    router = routers.TokenChoiceRouter(2, 1)
     keys = ["text/block_1", "text/block_3"]
     about = subject(router, keys, None)
     routing = {key: record(GATES) for key in keys}
     masks = {"text": np.array([[True, True, False]])}
     made = contents(about, batch(routing, words=[["a", "b", ""]], masks=masks))
-    assert np.sum(made[ExpertTransitions].data["text"][0]["tokens"]) == 2
+    assert np.sum(made[_transitions.ExpertTransitions].data["text"][0]["tokens"]) == 2
     # A report on images alone has nothing to say about words.
     masks = {"text": np.zeros((1, 3), bool)}
     made = contents(about, batch(routing, words=[["", "", ""]], masks=masks))
-    assert made[ExpertTransitions].data == {}
+    assert made[_transitions.ExpertTransitions].data == {}
     assert made[TopTokens].data == {}
 
 
@@ -358,7 +349,7 @@ def test_ribbons_fill_their_nodes():
     rng = np.random.default_rng(0)
     flows = [rng.integers(0, 9, (5, 5))]
     flows.append(np.diag(flows[0].sum(axis=0)))
-    picture = main_flows(flows, min_share=0.0)
+    picture = _transitions.main_flows(flows, min_share=0.0)
     assert picture.shown == pytest.approx(1.0)
     leaving, arriving = Counter(), Counter()
     for ribbon in picture.ribbons:
@@ -376,6 +367,6 @@ def test_ribbons_fill_their_nodes():
     names = [[node.name for node in column] for column in picture.columns]
     assert names[1] == names[2]
     # Flows of nothing are drawn, too.
-    nothing = main_flows([np.zeros((3, 3))])
+    nothing = _transitions.main_flows([np.zeros((3, 3))])
     assert nothing.columns == [[], []]
-    draw_flows(nothing, ["one", "two"])
+    _transitions.draw_flows(nothing, ["one", "two"])

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from keras_moe import models
 from keras_moe.analysis import ablate_experts
 from keras_moe.layers import MuMoE
 from keras_moe.report import Figure, Options, Table
@@ -13,7 +12,7 @@ from keras_moe.report.sections._compute import Compute
 from keras_moe.report.sections._mumoe import MuMoEExperts
 from keras_moe.report.writing import _parts
 from tests.report_records import batch, block, record, reported
-from tests.small_models import SMALL, images, with_weights
+from tests.small_models import classifier, images, with_weights
 
 TYPES = ("ffn", "ffn", "zero", "copy")
 # A class token and 1 x 2 patches, K = 2.
@@ -104,12 +103,9 @@ def test_coefficients_by_class_by_hand():
 
 
 def test_experts_of_a_head_are_ablated():
-    sizes = {**SMALL, "num_layers": 1, "moe_layers": None}
     options = {"activation": "softmax", "normalization": None, "use_bias": False}
-    model = models.ViTImageClassifier(
-        models.ViTBackbone.from_config(sizes), 3, head=MuMoE(3, 4, rank=4, **options)
-    )
-    with_weights(model)
+    head = {"head": MuMoE(3, 4, rank=4, **options)}
+    model = with_weights(classifier(head, num_layers=1, moe_layers=None))
     pictures, gates = images(24, 16, 8, 2), np.full((24, 1, 4), 0.25)
     outputs = model.predict(pictures, verbose=0)
     labels = outputs.argmax(axis=-1)

@@ -9,15 +9,7 @@ import pytest
 
 from keras_moe.analysis import attention_rollout
 from keras_moe.ops import Routing
-from keras_moe.report._markup import (
-    VALUE_BITS,
-    TokenRouting,
-    expert_map,
-    heat_map,
-    pack,
-    token_routing,
-    word_chips,
-)
+from keras_moe.report import _markup
 from keras_moe.report.model import reported_model
 from keras_moe.report.section import Options, Reservoir
 from keras_moe.report.sections._explorer import DATA_BUDGET, Explorer
@@ -34,7 +26,10 @@ def pictures(count=1):
 def unpack(packed, kept):
     """The entries of `pack` by token: expert, whether it serves, value."""
     entries, largest = np.frombuffer(base64.b64decode(packed["entries"]), "<u4"), 2**15
-    experts, serves = entries >> (VALUE_BITS + 1), (entries >> VALUE_BITS & 1) > 0
+    experts, serves = (
+        entries >> (_markup.VALUE_BITS + 1),
+        (entries >> _markup.VALUE_BITS & 1) > 0,
+    )
     values = entries % largest / (largest - 1) * packed["largest"]
     flat = [*zip(experts.tolist(), serves.tolist(), values.tolist())]
     return [flat[i : i + kept] for i in range(0, len(flat), kept)]
@@ -82,9 +77,9 @@ def test_the_examples_that_were_asked_for_are_drawn():
 def test_entries_are_the_heaviest_experts():
     values = np.array([[0.1, 0.6, 0.3], [0.5, 0.2, 0.3]])
     served = np.array([[True, False, True], [False, False, False]])
-    routing = TokenRouting(values, served, values * served)
+    routing = _markup.TokenRouting(values, served, values * served)
     assert routing.heaviest().tolist() == [2, -1]
-    packed = pack(routing, kept=2)
+    packed = _markup.pack(routing, kept=2)
     assert len(base64.b64decode(packed["entries"])) == 2 * 2 * 4
     expected = [[2, 1, 0.3], [0, 1, 0.1], [0, 0, 0.5], [2, 0, 0.3]]
     flat = [entry for row in unpack(packed, 2) for entry in row]
@@ -94,24 +89,24 @@ def test_entries_are_the_heaviest_experts():
 def test_shares_of_soft_slots_sum_to_one_over_tokens():
     dispatched = np.array([[[0.5, 2.0], [1.5, 0.0]]], "float32")
     soft = Routing(*[dispatched] * 6)
-    routing = token_routing(soft, "soft", 0)
+    routing = _markup.token_routing(soft, "soft", 0)
     np.testing.assert_allclose(routing.values, [[0.25, 1.0], [0.75, 0.0]])
     assert routing.served.all()
 
 
 def test_maps_say_all_without_colours():
-    text = expert_map(np.array([3, 3, 12, -1]), (2, 2), "example-0", "block_1")
+    text = _markup.expert_map(np.array([3, 3, 12, -1]), (2, 2), "example-0", "block_1")
     # Neighbours are one rectangle, and 12 has the colour of 4.
     assert '<path class="c3" d="M0 0h20v10h-20z"/>' in text
     assert '<path class="c4" d="M0 10h10v10h-10z"/>' in text
     assert re.findall(r"<tspan[^>]*>(\w+)<", text) == ["3", "3", "12", "x"]
     alt = "block_1, expert (number of patches): 3 (2), 12 (1), none (1)"
     assert f'aria-label="{alt}"' in text
-    heat = heat_map(np.array([0.0, 0.2, 0.4, 0.0]), (2, 2), None, "expert 0")
+    heat = _markup.heat_map(np.array([0.0, 0.2, 0.4, 0.0]), (2, 2), None, "expert 0")
     assert re.findall(r'class="(h\d)"', heat) == ["h2", "h5"]
     assert "row 2, column 1" in heat
     assert "<use" not in heat
-    chips = word_chips(np.array([0, 9, -1]), HOSTILE, "text")
+    chips = _markup.word_chips(np.array([0, 9, -1]), HOSTILE, "text")
     assert not re.search("<img|</script|<b>[^t]", chips)
     assert "&lt;img onerror=alert(1)&gt;<sub>9</sub>" in chips
 

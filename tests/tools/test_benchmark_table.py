@@ -145,32 +145,6 @@ def test_the_program_measures_a_row_in_a_child(folder, monkeypatch, capfd):
     assert "router-soft" in errors
 
 
-def test_past_tables_are_one_page(folder, tmp_path, monkeypatch, capsys):
-    rows = import_module("rows").ROWS
-    blank = import_module("comparison").blank
-    first, second = rows[:2]
-    paths = []
-    for index, ratio in enumerate((1.5, 1.25)):
-        line = blank(first, "jax", next(iter(first.goals)))
-        figures = {"value": 1.0, "other": 0.5, "ratio": ratio, "quartiles": [1, 2]}
-        line |= figures | {"rounds": 3, "goal": 1.3, "met": ratio < 1.3}
-        paths.append(tmp_path / f"{index}.json")
-        other = [blank(second, "torch", next(iter(second.goals)), "failed")]
-        document = {"tables": [{"rows": [line, *(other if index == 0 else [])]}]}
-        paths[-1].write_text(json.dumps(document))
-    monkeypatch.syspath_prepend(ROOT)
-    arguments = ["benchmark", "--read", *map(str, paths), "--markdown"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    runpy.run_path(str(BENCHMARKS), run_name="__main__")
-    head, _, *lines = capsys.readouterr().out.splitlines()
-    assert head.endswith("| JAX | TensorFlow | PyTorch | goal |")
-    assert len(lines) == 2
-    # The later file counts, and a row that failed is named.
-    assert lines[0].startswith(f"| `{first.name}` ")
-    assert "| 1.25 (1.00-2.00), 1 ms ✓ |" in lines[0]
-    assert "| failed |" in lines[1]
-
-
 def test_rows_are_consistent_and_have_results(folder):
     rows = import_module("rows").ROWS
     results = (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")

@@ -1,6 +1,7 @@
 """Small runs for tests: recipes by short names, noise, and runs that end early."""
 
 import itertools
+import random
 
 import keras
 import numpy as np
@@ -94,6 +95,14 @@ def assert_same_models(actual, expected):
 def assert_same_arrays(actual, expected):
     """Compares the models of two runs."""
     assert_same_models(actual.model, expected.model)
+
+
+class Draws(keras.callbacks.Callback):
+    """A metric of all that may have no seed."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        drawn = random.random(), np.random.rand(), float(keras.random.uniform(()))
+        logs["drawn"] = sum(drawn)
 
 
 class Ends(keras.callbacks.Callback):

@@ -6,12 +6,12 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe import models, training
+from keras_moe import training
 from keras_moe.training import load_recipe, train
 from keras_moe.training.optimizers import group_factors
 from tests.pair_models import clip, limoe
 from tests.refusals import check_refused, named_values
-from tests.small_models import SMALL, images
+from tests.small_models import SMALL, classifier, images
 from tests.training.pair_folder import pair_recipe
 from tests.training.runs import LONG_RUN, linear_model, short_recipe
 
@@ -30,9 +30,8 @@ def recipe(**settings):
     return short_recipe(**{**needed, "epochs": 3, **settings})
 
 
-def vit(**changes):
-    sizes = {**SMALL, "image_shape": (16, 8, 3), "moe_layers": None, **changes}
-    return models.ViTImageClassifier(models.ViTBackbone.from_config(sizes), 3)
+def vit(moe_layers=None):
+    return classifier(image_shape=(16, 8, 3), moe_layers=moe_layers)
 
 
 def after(method, argument):
@@ -139,7 +138,7 @@ BAD_VALUES = {
     },
     "optimizer": {"groups": ["head"]},
     "best epoch": {"mode": ["most"]},
-    "recipe of labels": {"max_labels": [0, True, "4"]},
+    "recipe of labels": {"max_labels": [0, True]},
     "precision": {"num_classes": [0], "num_bins": [1], "max_logit": [0]},
     "health": {"every": [0], "unit": ["batches"], "training": [1]},
     "usage": {"batch_size": [0], "unit": ["days"], "training": [1]},
@@ -174,21 +173,12 @@ OTHERS = [
     ("load", {"optimiser.name": "sgd"}, "optimizer.name"),
     ("load", {"data.captions": "first"}, "received: captions='first'"),
     ("replace", {"data": "digits"}, "as data.batch_size; received: data='digits'"),
-    ("replace", {"model": [1]}, r"model=\[1\]"),
     ("replace", {"schedule.epochs.more": 1}, r"dict of settings at schedule\.epochs"),
     ("replace", {"objective.name": "none"}, r"objective\.name to be one of .*'multi_"),
     ("schedule", {"decay": "rsqrt", "cooldown_steps": 91}, "cooldown_steps=91"),
     ("schedule", {"decay": "cosine", "cooldown_steps": 5}, "=5, decay='cosine'"),
-    (
-        "schedule",
-        {"decay": "constant", "final_learning_rate": 0.01},
-        "final_learning_rate=0.01",
-    ),
-    (
-        "schedule",
-        {"decay": "cosine", "warmup_steps": 100},
-        "run of 100 steps, or.*=100",
-    ),
+    ("schedule", {"decay": "constant", "final_learning_rate": 0.01}, "_rate=0.01"),
+    ("schedule", {"decay": "cosine", "warmup_steps": 100}, "of 100 steps, or.*=100"),
     ("branch", {"recipe": COSINE, "start_step": 600, "cooldown_steps": 80}, "'cosine'"),
     ("branch", {"recipe": BRANCHED, "start_step": 99, "cooldown_steps": 80}, "step=99"),
     ("branch", {"recipe": BRANCHED, "start_step": 801, "cooldown_steps": 80}, "p=801"),
@@ -202,7 +192,6 @@ OTHERS = [
     ("usage", {"groups": LABELS[:3]}, r"lengths \[3, 6\]"),
     ("usage", {"every": 5, "last": 4}, "last=4"),
     ("upcycle", {"preset": "clip_up", "router": "soft"}, "router='soft'"),
-    ("upcycle", {"router": "soft", "normalize_gates": "befor"}, "gates='befor'"),
     ("upcycle", {"carry_optimizer": True}, "without an optimizer"),
     ("upcycle LIMoE", {"towers": ("image",)}, "towers=None for LIMoEBackbone"),
     ("upcycle CLIP", {"towers": ("sound",)}, "towers='sound'"),
@@ -238,10 +227,7 @@ CALLS = [
         lambda: recipe(model_arguments={"num_layer": 1}).new_model(10),
         "num_layer=1 .nearest: num_layers",
     ),
-    (
-        lambda: recipe(schedule_steps=10).learning_rate(7),
-        "final_learning_rate > 0 for the 11 steps",
-    ),
+    (lambda: recipe(schedule_steps=10).learning_rate(7), "_rate > 0 for the 11 steps"),
     (
         lambda: load_recipe("mumoe_mixer_s16", schedule={"epochs": 2}).learning_rate(1),
         "the run of 2 steps, or.*; received: warmup_steps=10000",
@@ -290,7 +276,6 @@ def test_bad_arguments_are_refused(maker, arguments, message):
     ("name", "text", "message"),
     [
         ("bad.json", '{"preset": "vit"}', "preset='vit' .nearest: model.preset"),
-        ("bad.json", '{"presets": "vit"}', "presets='vit' .*: model.preset"),
         ("bad.json", "{", ""),
         ("bad.json", "[]", "is not a mapping"),
         ("bad.toml", "[data", ""),

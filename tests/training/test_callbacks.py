@@ -8,15 +8,7 @@ import pytest
 
 from keras_moe import training
 from keras_moe.training import BestEpoch, Recipe, train
-from tests.training.runs import (
-    Ends,
-    assert_same_arrays,
-    changed,
-    dropout_model,
-    noise,
-    quick_run,
-    short_recipe,
-)
+from tests.training import runs
 
 to_numpy = keras.ops.convert_to_numpy
 
@@ -26,15 +18,15 @@ SCORES = [0.1, 0.5, 0.4, 0.5, 0.6, 0.2, 0.1]
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(Recipe, "new_model", dropout_model)
+    monkeypatch.setattr(Recipe, "new_model", runs.dropout_model)
     # Order and resumption of the recipe's own data are shown in `test_run.py`.
-    monkeypatch.setattr(Recipe, "datasets", noise)
+    monkeypatch.setattr(Recipe, "datasets", runs.noise)
 
 
 def recipe(**settings):
     # Seven steps in an epoch.
     common = {"preset": "vmoe_digits", "batch_size": 192, "learning_rate": 1e-2}
-    return short_recipe(**{"epochs": 6, **common, **settings})
+    return runs.short_recipe(**{"epochs": 6, **common, **settings})
 
 
 class Scores(keras.callbacks.Callback):
@@ -45,12 +37,12 @@ class Scores(keras.callbacks.Callback):
 
 
 def run(folder, mine, *callbacks, **options):
-    return quick_run(folder, mine, Scores(), *callbacks, **options)
+    return runs.quick_run(folder, mine, Scores(), *callbacks, **options)
 
 
 def assert_same(actual, expected):
     assert (actual.history, actual.score) == (expected.history, expected.score)
-    assert_same_arrays(actual, expected)
+    runs.assert_same_arrays(actual, expected)
 
 
 def names(folder):
@@ -71,13 +63,13 @@ def test_a_killed_run_stops_and_finds_its_best_epoch_like_another(
     # Within the third epoch, and within the fourth.
     for steps in (16, 8):
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "killed", mine, Ends(steps), keep_checkpoints=1)
+            run(tmp_path / "killed", mine, runs.Ends(steps), keep_checkpoints=1)
         assert "step-00000014" in names(tmp_path / "killed")
     killed = run(tmp_path / "killed", mine, keep_checkpoints=1)
     assert_same(killed, whole)
     assert names(tmp_path / "killed") == names(tmp_path / "whole")
     # At its end, it is the same again.
-    assert_same(run(tmp_path / "killed", mine, Ends(0)), whole)
+    assert_same(run(tmp_path / "killed", mine, runs.Ends(0)), whole)
     # The weights are those of a run that ended there.
     expected = train(recipe(epochs=2, schedule_steps=42, **averages), verbose=0)
     np.testing.assert_array_equal(
@@ -199,18 +191,18 @@ def test_a_longer_run_is_the_one_that_had_been_longer(tmp_path, capsys, short, l
         warnings.filterwarnings("error", message=".*learning rate goes.*")
         # Killed in between.
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, mine, Ends(5), extend=True)
+            run(tmp_path, mine, runs.Ends(5), extend=True)
         actual = run(tmp_path, mine, extend=True, verbose=2)
     # The newest checkpoint, of every third step, before the end at the 19th.
     assert "Resuming at step 18, in epoch 3\n" in capsys.readouterr().err
     assert_same(actual, run(tmp_path / "longer", mine))
     assert len(actual.history["loss"]) == 3
     # It is its own recipe's now.
-    assert run(tmp_path, mine, Ends(0)).history == actual.history
+    assert run(tmp_path, mine, runs.Ends(0)).history == actual.history
     with pytest.raises(ValueError, match="at least 21 steps to extend; rec"):
         run(tmp_path, recipe(**short), extend=True)
     with pytest.raises(ValueError, match=r"learning_rate=0\.5 "):
-        run(tmp_path, changed(mine, epochs=4, learning_rate=0.5), extend=True)
+        run(tmp_path, runs.changed(mine, epochs=4, learning_rate=0.5), extend=True)
 
 
 def test_a_schedule_that_begins_again_is_told(tmp_path):
@@ -228,7 +220,7 @@ def test_a_run_that_ended_within_an_epoch_goes_on(tmp_path):
     mine = recipe(steps=14, **settings)
     actual = run(tmp_path, mine, extend=True)
     whole = train(mine, verbose=0)
-    assert_same_arrays(actual, whole)
+    runs.assert_same_arrays(actual, whole)
     # Both parts of the epoch that was cut have a row of their own.
     assert len(actual.history["loss"]) == 3
     assert actual.history["val_loss"][-1] == whole.history["val_loss"][-1]

@@ -56,21 +56,6 @@ def arrays_of(checkpoint):
     return [keras.ops.convert_to_numpy(x.value) for x in chain(*groups.values())]
 
 
-@pytest.mark.every_backend
-def test_random_states_without_a_seed_survive_their_process(tmp_path):
-    done = run_python(Path(__file__).with_name("unseeded_runs.py"), tmp_path)
-    assert done.returncode == 0, done.stderr[-4000:]
-    for kind, steps in (("recipe", 9), ("fit", 27)):
-        ended, whole = (
-            training.find_checkpoint(tmp_path / f"{kind} {name}")
-            for name in ("ended", "whole")
-        )
-        assert ended.step == whole.step == steps
-        assert ended.state == whole.state
-        for a, b in zip(*map(arrays_of, (ended, whole)), strict=True):
-            np.testing.assert_array_equal(a, b)
-
-
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
     """The folder, the results and the errors of all that two processes do."""

@@ -152,10 +152,7 @@ def test_which_weights_are_matrices():
         "attention",
         "mlp/hidden",
     ]
-
-
-def test_adapters_are_no_matrices():
-    model = models.from_preset("vmoe_digits")
+    # Nor are adapters.
     model.backbone.enable_lora(2, ["query", "experts"])
     names = {weight.name for weight in model.backbone.trainable_variables}
     assert names >= {"lora_kernel_a", "hidden_lora_a", "hidden_lora_b"}
@@ -207,28 +204,3 @@ def test_experts_on_devices_of_their_own_send_nothing():
     assert ended.returncode == 0, ended.stderr[-2000:]
     seen = json.loads(ended.stdout.splitlines()[-1])
     assert seen == {"sent": [], "shapes": True}
-
-
-# A run
-
-
-@pytest.mark.every_backend
-def test_a_recipe_with_muon_lowers_the_loss():
-    recipe = training.load_recipe(
-        "vmoe_digits",
-        **{
-            "optimizer.name": "muon",
-            "optimizer.options": {"momentum": 0.9},
-            "optimizer.layer_decay": 0.9,
-            "schedule.epochs": 2,
-            "schedule.warmup_steps": 5,
-            "schedule.cooldown_steps": 5,
-            "model.num_layers": 2,
-        },
-    )
-    trained = training.train(recipe, verbose=0)
-    optimizer = trained.model.optimizer
-    assert isinstance(optimizer, training.Muon)
-    assert (optimizer.momentum, optimizer.layer_decay) == (0.9, 0.9)
-    loss = trained.history["loss"]
-    assert loss[-1] < 0.9 * loss[0]

@@ -8,13 +8,7 @@ from keras_moe import layers, routers, training
 from keras_moe._compat import random_states
 from keras_moe.training import Recipe, train
 from tests.compare import assert_same
-from tests.training.runs import (
-    Ends,
-    assert_same_arrays,
-    noise,
-    quick_run,
-    short_recipe,
-)
+from tests.training import runs
 
 to_numpy = keras.ops.convert_to_numpy
 
@@ -26,7 +20,7 @@ def tokens_model(self=None, num_classes=10):
     router = routers.TokenChoiceRouter(2, 1, capacity_factor=1.0, seed=1)
     moe = layers.MoE(router, layers.Experts(2, 4, seed=2), name="moe")
     outputs, _ = moe(tokens)
-    outputs = keras.layers.Dropout(0.2, seed=3)(outputs + tokens)
+    outputs = keras.layers.Dropout(0.2)(outputs + tokens)
     head = keras.layers.Dense(num_classes, name="head")
     model = keras.Model(images, head(keras.layers.Flatten()(outputs)))
     model.multi_label, model.output_activation = False, None
@@ -42,17 +36,17 @@ def small(monkeypatch):
 @pytest.fixture
 def quick(small, monkeypatch):
     """Small models and batches, for tests that do not depend on the images."""
-    monkeypatch.setattr(Recipe, "datasets", noise)
+    monkeypatch.setattr(Recipe, "datasets", runs.noise)
 
 
 def recipe(**settings):
     common = {"preset": "vmoe_digits", "epochs": 2, "batch_size": 192}
     common |= {"learning_rate": 1e-2, "augment": ["flip"], "weight_decay": 0.1}
-    return short_recipe(**{**common, **settings})
+    return runs.short_recipe(**{**common, **settings})
 
 
 def run(folder, *callbacks, mine=None, **options):
-    return quick_run(folder, mine or recipe(), *callbacks, **options)
+    return runs.quick_run(folder, mine or recipe(), *callbacks, **options)
 
 
 @pytest.mark.parametrize(
@@ -69,19 +63,19 @@ def run(folder, *callbacks, mine=None, **options):
 def test_a_run_goes_on_as_if_it_had_not_ended(small, tmp_path, settings):
     mine = recipe(**settings)
     # Without checkpoints, and with the digits' own order and augmentation.
-    expected = train(mine, verbose=0)
+    expected = train(mine, callbacks=[runs.Draws()], verbose=0)
     # The run of 14 or 16 batches ends after 5, and after 6 more from the third on.
     for batches in (5, 6):
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, Ends(batches), mine=mine)
+            run(tmp_path, runs.Draws(), runs.Ends(batches), mine=mine)
     assert training.list_checkpoints(tmp_path)[-1].name == "step-00000009"
-    actual = run(tmp_path, mine=mine)
+    actual = run(tmp_path, runs.Draws(), mine=mine)
     assert actual.history == expected.history
-    assert_same_arrays(actual, expected)
+    runs.assert_same_arrays(actual, expected)
     # A run at its end is not trained again.
-    again = run(tmp_path, Ends(0), mine=mine)
+    again = run(tmp_path, runs.Draws(), runs.Ends(0), mine=mine)
     assert (again.history, again.score) == (expected.history, expected.score)
-    assert_same_arrays(again, actual)
+    runs.assert_same_arrays(again, actual)
 
 
 def test_a_run_goes_on_with_what_its_recipe_freezes(tmp_path):
@@ -91,7 +85,7 @@ def test_a_run_goes_on_with_what_its_recipe_freezes(tmp_path):
     keras.utils.set_random_seed(mine.seed)
     start = {x.path: to_numpy(x) for x in mine.new_model(10).weights}
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, Ends(2), mine=mine)
+        run(tmp_path, runs.Ends(2), mine=mine)
     model = run(tmp_path, mine=mine).model
     fixed = [x for x in model.backbone.weights if not x.trainable]
     assert {x.path.split("/")[0] for x in fixed} == {"patch_embedding", "block_0"}
@@ -112,12 +106,12 @@ def test_a_branch_is_the_run_until_it_leaves_it(quick, tmp_path):
     actual = run(tmp_path / "branch", mine=branch, branch_from=start)
     # Had the learning rate been known from the start, it were the same run.
     expected = train(branch, verbose=0)
-    assert_same_arrays(actual, expected)
+    runs.assert_same_arrays(actual, expected)
     # The last of two epochs of 7 steps; the first is the other run's.
     assert len(actual.history["loss"]) == 2
     assert actual.history["val_loss"][-1] == expected.history["val_loss"][-1]
     # Ended and begun again, it goes on from its own checkpoints.
-    again = run(tmp_path / "branch", Ends(0), mine=branch, branch_from=start)
+    again = run(tmp_path / "branch", runs.Ends(0), mine=branch, branch_from=start)
     assert again.history == actual.history
     with pytest.raises(ValueError, match="Expected a whole checkpoint; received"):
         run(tmp_path / "b", mine=branch, branch_from=start.with_name("step-00000005"))
@@ -132,16 +126,16 @@ def test_early_stopping_ends_a_run_for_good(quick, tmp_path):
     stop = keras.callbacks.EarlyStopping(monitor="loss", patience=0, min_delta=100.0)
     mine = recipe(epochs=4)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, Ends(4), mine=mine)
+        run(tmp_path, runs.Ends(4), mine=mine)
     # The part of an epoch is an epoch for other callbacks.
     first = run(tmp_path, stop, mine=mine)
     assert len(first.history["loss"]) == 2
-    assert run(tmp_path, Ends(0), mine=mine).history == first.history
+    assert run(tmp_path, runs.Ends(0), mine=mine).history == first.history
 
 
 def test_another_recipe_is_refused_by_its_differences(quick, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, Ends(4))
+        run(tmp_path, runs.Ends(4))
     other = recipe(learning_rate=0.5, batch_size=128, description="another word")
     message = (
         r"data.batch_size=128 \(there 192\), schedule.learning_rate=0.5 "
@@ -252,7 +246,7 @@ def test_a_run_says_where_it_went_wrong(monkeypatch, tmp_path, every):
         return made
 
     monkeypatch.setattr(Recipe, "new_model", model_with_root)
-    monkeypatch.setattr(Recipe, "datasets", noise)
+    monkeypatch.setattr(Recipe, "datasets", runs.noise)
     folder = None if every is None else tmp_path
     rates = {"learning_rate": 1.0, "final_learning_rate": 1.0, "weight_decay": 0.0}
     mine = recipe(gradient_clipping=None, optimizer="sgd", **rates)

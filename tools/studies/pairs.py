@@ -169,7 +169,7 @@ class PairTraining:
 
         def prepared(model, datasets):
             if dense is not None:
-                copy_weights(dense, model, 0.0, seed)
+                copy_weights(dense, model, 0.0, 0.0, seed)
                 start.update(self.retrieval(recipe, model))
             every = [
                 clock,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.programs import mistake, program  # noqa: F401
+from tests.programs import done, mistake, program  # noqa: F401
 from tools.studies import __main__ as studies
 
 

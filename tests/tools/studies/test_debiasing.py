@@ -4,9 +4,9 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe import models
+from tests import small_models
 from tests.gradients import gradient
-from tests.small_models import SMALL, images
+from tests.small_models import images
 from tools.studies.mumoe_editing import (
     AttributeAdversary,
     adversarial_debiasing,
@@ -70,10 +70,8 @@ def test_features_forget_the_attribute():
     actual = {}
     for weight in (0.0, 3.0):
         keras.utils.set_random_seed(0)
-        sizes = {**SMALL, "num_layers": 1, "moe_layers": None, "seed": 0}
-        classifier = models.ViTImageClassifier(
-            models.ViTBackbone.from_config(sizes), 2, pooling="average"
-        )
+        sizes = {"num_layers": 1, "moe_layers": None, "seed": 0}
+        classifier = small_models.classifier({"pooling": "average"}, 2, **sizes)
         classifier.compile(keras.optimizers.Adam(0.02), loss="auto")
         model = adversarial_debiasing(classifier, 2, weight)
         targets = {"predictions": labels, "attribute": attributes}

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_moe import models
-from tests.small_models import SMALL, images, with_weights
+from tests.small_models import ONE_BLOCK, classifier, images, with_weights
 from tools.studies.truncated_svd import truncated_svd
 
 to_numpy = ops.convert_to_numpy
@@ -13,16 +12,13 @@ LABELS = np.arange(24) % 3
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
 
-def classifier():
-    sizes = {**SMALL, "num_layers": 1, "moe_layers": [0]}
-    backbone = models.ViTBackbone.from_config(
-        {**sizes, "router": "softmax_token_choice"}
-    )
-    return with_weights(models.ViTImageClassifier(backbone, 3, pooling="average"))
+def model_of_one_block():
+    config = {**ONE_BLOCK, "router": "softmax_token_choice"}
+    return with_weights(classifier({"pooling": "average"}, **config))
 
 
 def test_truncated_svd_evaluates_the_best_approximation():
-    model = classifier()
+    model = model_of_one_block()
     model.compile(loss="sparse_categorical_crossentropy")
     inputs = images(24, 16, 8, 2)
     before = [to_numpy(w).copy() for w in model.weights]
@@ -49,4 +45,4 @@ def test_truncated_svd_evaluates_the_best_approximation():
 
 def test_shares_are_fractions():
     with pytest.raises(ValueError, match=r"in \(0, 1\]; received: shares=\[0.0\]"):
-        truncated_svd(classifier(), None, LABELS, [0.0])
+        truncated_svd(model_of_one_block(), None, LABELS, [0.0])
