@@ -64,3 +64,13 @@ def peeked(iterator: Any, number: int) -> tuple[Any, Any]:
     ]
     again = functools.reduce(lambda first, rest: first.concatenate(rest), parts)
     return elements[0], iter(again)
+
+
+def replica_sum(x: Any) -> Any:
+    """See `keras_moe.ops._primitives.replica_sum`; for `tf.distribute`."""
+    import tensorflow as tf
+
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return x
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, x)

@@ -46,3 +46,12 @@ def set_generator_states(states: list[str]) -> None:
     torch.set_rng_state(cpu)
     for number, state in zip(range(torch.cuda.device_count()), gpus):
         torch.cuda.set_rng_state(state, number)
+
+
+def replica_sum(x):
+    """See `keras_moe.ops._primitives.replica_sum`; for DistributedDataParallel."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return x
+    total = x.clone()
+    torch.distributed.all_reduce(total)
+    return total

@@ -35,14 +35,11 @@ def entropy(shares: ArrayLike) -> np.ndarray:
 
 
 def of_patches(values: ArrayLike | Tensor, grid: tuple[int, int]) -> np.ndarray:
-    """Values of the patches (B, N, ...), without a class token in front."""
+    """Values of the patches (B, N, ...), without what is in front, as a class token."""
     values, count = np.asarray(values), grid[0] * grid[1]
-    tokens = values.shape[1] if values.ndim > 1 else 0
-    if tokens not in (count, count + 1):
-        raise ValueError(
-            f"Expected arrays (batch, {count} or {count + 1} tokens, ...) for "
-            f"grid={grid}; received: {tokens} tokens, shape={values.shape}"
-        )
+    if values.ndim < 2 or values.shape[1] < count:
+        expected = f"arrays (batch, at least {count} tokens, ...) for grid={grid}"
+        raise unfit(expected, shape=values.shape)
     return values[:, -count:]
 
 

@@ -241,6 +241,7 @@ def _check_grids(name, features, dim=None) -> np.ndarray:
 
 def _check_masks(name, masks, grids, ignore_label) -> np.ndarray:
     """Checks labels (N, H, W) of pixels; returns int64, -1 where they do not count."""
+    check_integer("ignore_label", ignore_label, minimum=-(2**31), optional=True)
     array, (count, rows, columns, _) = to_numpy(masks), grids.shape
     fits = array.ndim == 3 and len(array) == count and array.size
     if not fits or array.shape[1] % rows or array.shape[2] % columns:

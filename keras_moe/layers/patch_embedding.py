@@ -7,7 +7,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe._checks import check_integer, check_one_of, check_pair
+from keras_moe._checks import check_integer, check_one_of, check_pair, unfit
 from keras_moe._types import Tensor
 from keras_moe.layers._layer import Layer
 from keras_moe.layers.position_embedding import (
@@ -284,6 +284,9 @@ class RegisterTokens(Layer):
         self.index = check_integer("index", index, minimum=0)
 
     def build(self, input_shape):
+        if input_shape[1] is not None and self.index > input_shape[1]:
+            expected = f"at least index={self.index} tokens before registers"
+            raise unfit(expected, tokens=input_shape[1])
         self.tokens = self.add_weight(
             name="tokens",
             shape=(1, self.count, input_shape[-1]),

@@ -69,7 +69,10 @@ class TokenPooling(_Pooling):
     def call(self, tokens: Tensor) -> Tensor:
         if self.pooling == "class_token":
             return tokens[:, 0]
-        tokens = tokens[:, self.register_tokens + (self.pooling == "patch_average") :]
+        first = self.register_tokens + (self.pooling == "patch_average")
+        if tokens.shape[1] is not None and tokens.shape[1] <= first:
+            raise unfit(f"more than {first} tokens", tokens=tokens.shape[1])
+        tokens = tokens[:, first:]
         return tokens[:, 0] if self.pooling == "first" else ops.mean(tokens, axis=1)
 
 

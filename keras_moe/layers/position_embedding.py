@@ -235,6 +235,7 @@ class RotaryEmbedding2D(Layer):
                 initializer=self._golden,
                 trainable=False,
                 autocast=False,
+                dtype="float32",
             )
 
     def _golden(self, shape, dtype=None):
@@ -268,6 +269,9 @@ class RotaryEmbedding2D(Layer):
 
     def call(self, x: Tensor, positions: None = None) -> Tensor:
         key_dim, first = x.shape[-1], x.shape[1] - self.grid[0] * self.grid[1]
+        if first < 0:
+            expected = f"tokens with the patches of grid={self.grid}"
+            raise unfit(expected, tokens=x.shape[1])
         patches = ops.cast(x[:, first:], "float32")
         angles = self._angles(key_dim)
         cos, sin = ops.cos(angles), ops.sin(angles)
@@ -279,7 +283,7 @@ class RotaryEmbedding2D(Layer):
             kept, turned = patches[..., : key_dim // 2], patches[..., key_dim // 2 :]
             a, b = turned[..., 0::2], turned[..., 1::2]
             pairs = ops.stack([a * cos - b * sin, a * sin + b * cos], axis=-1)
-            shape = (-1, *turned.shape[1:])
+            shape = ops.shape(turned)
             rotated = ops.concatenate([kept, ops.reshape(pairs, shape)], axis=-1)
         return ops.concatenate([x[:, :first], ops.cast(rotated, x.dtype)], axis=1)
 

@@ -132,6 +132,16 @@ def _shards(tensors, weights_name):
     }
 
 
+# What other libraries' attention has, unless a format says otherwise.
+_PLAIN_ATTENTION = {
+    "head_dim": None,
+    "num_key_value_heads": None,
+    "attention_sinks": False,
+    "key_bias": True,
+    "register_tokens": 0,
+}
+
+
 class ExportedTower(NamedTuple):
     """A tower to export: config, weight values by path, and image settings."""
 
@@ -150,7 +160,9 @@ class ExportedTower(NamedTuple):
             expected = f"an activation of {sorted(_ACTIVATIONS)} for {kind}"
             raise unfit(expected, activation=self.config["activation"])
         values = {**self.config, "image_pooling": self.pooling}
-        for name, value in wanted.items():
+        for name, value in {**_PLAIN_ATTENTION, **wanted}.items():
+            if name not in values:
+                continue
             if values[name] != value:
                 raise ValueError(
                     f"Expected {name}={value!r} for {kind}; received: "

@@ -133,6 +133,23 @@ def is_transformed() -> bool:
     return _gradients_torch.is_transformed()
 
 
+def replica_sum(x: Tensor) -> Tensor:
+    """The sum of what replicas have, where each runs a program of its own.
+
+    On JAX one program has the whole batch, whatever devices it is on.
+    """
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        from keras_moe._backends import tensorflow
+
+        return tensorflow.replica_sum(x)
+    if backend == "torch":
+        from keras_moe._backends import torch
+
+        return torch.replica_sum(x)
+    return x
+
+
 def searchsorted(edges: Tensor, values: Tensor) -> Tensor:
     """The number of sorted `edges` (N,) below each value (V,), int32."""
     if keras.backend.backend() != "torch":

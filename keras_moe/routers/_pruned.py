@@ -56,6 +56,12 @@ class _Pruned(TokenChoiceRouter):
     def _available(self):
         return [expert in self.kept_experts for expert in range(self.num_experts)]
 
+    @property
+    def available_experts(self):
+        # The last method chooses among all, and drops what is not kept.
+        is_chosen = self.method == "router_pred_skip"
+        return super().available_experts if is_chosen else self._available
+
     def allocate(self, affinity, gates, mask=None, training=None, modality_ids=None):
         if self.method == "router_pred":
             affinity = ops.where(

@@ -23,7 +23,7 @@ from keras_moe._checks import (
     unfit,
 )
 from keras_moe._types import Tensor
-from keras_moe.ops._primitives import is_transformed, vmap_groups
+from keras_moe.ops._primitives import is_transformed, replica_sum, vmap_groups
 from keras_moe.ops.plans import RaggedPlan, RoutingPlan
 from keras_moe.ops.token_choice import (
     NORMALIZATIONS,
@@ -63,7 +63,9 @@ class TokenChoiceRouter(SparseRouter):
             selection bias, which is added to the gates when experts are chosen, but not
             to the combine weights: up if its load was below the mean, down if it was
             above. 0.001 in the paper; 0 for a fixed bias; None for no bias. Replaces
-            auxiliary losses. Routers that are frozen keep their bias.
+            auxiliary losses. Routers that are frozen keep their bias. A step is one of
+            the optimizer that a task of this library was compiled with; in a model of
+            your own, set `passes_per_step` to its number of accumulated batches.
         route_scale: factor on the combine weights, after `normalize_gates`.
         **kwargs: arguments of `SparseRouter`. `noise_std` is 0 by default with sigmoid
             gates or a selection bias. `capacity_factor` is 1.05 by default;
@@ -198,8 +200,7 @@ class TokenChoiceRouter(SparseRouter):
         modality_ids: Tensor | None = None,
     ) -> tuple[Any, Any]:
         if self.excluded_experts:
-            kept = [e not in self.excluded_experts for e in range(self.num_experts)]
-            kept = ops.convert_to_tensor(kept, "bool")
+            kept = ops.convert_to_tensor(self.available_experts, "bool")
             kept = ops.broadcast_to(kept, ops.shape(logits))
             allowed = kept if allowed is None else ops.logical_and(allowed, kept)
         return super().route(logits, allowed, mask, training, modality_ids)
@@ -210,6 +211,11 @@ class TokenChoiceRouter(SparseRouter):
 
     def max_nonzeros(self, num_tokens, training):
         return self.num_selected_experts
+
+    @property
+    def available_experts(self) -> list[bool]:
+        """Whether each expert can be chosen, and is balanced with the others."""
+        return [e not in self.excluded_experts for e in range(self.num_experts)]
 
     def gates_of(self, logits: Tensor) -> Tensor:
         if self.gates == "sigmoid":
@@ -238,11 +244,14 @@ class TokenChoiceRouter(SparseRouter):
             ops.convert_to_tensor,
             (self.selection_bias, self.expert_load, self.num_passes),
         )
-        load = ops.where(passes > 0, load, 0.0) + ops.sum(chosen, axis=(0, 1))
+        load = ops.where(passes > 0, load, 0.0)
+        load = load + replica_sum(ops.sum(chosen, axis=(0, 1)))
         # b_i <- b_i + u sign(mean load - load of i), by the load of all passes of a
         # step whose gradients are accumulated.
-        mean = ops.sum(load) / (self.num_experts - len(self.excluded_experts))
-        moved = bias + self.selection_bias_rate * ops.sign(mean - load)
+        available = ops.convert_to_tensor(self.available_experts, "float32")
+        mean = ops.sum(load) / sum(self.available_experts)
+        step = self.selection_bias_rate * ops.sign(mean - load)
+        moved = bias + available * step
         is_last = passes + 1 >= self.passes_per_step
         self.selection_bias.assign(ops.where(is_last, moved, bias))
         self.expert_load.assign(load)

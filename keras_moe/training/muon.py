@@ -23,7 +23,7 @@ _TO_HEADS = re.compile(r"(.*/)?(query|key|value)/kernel")
 _KERNEL = re.compile(r"(.*/)?kernel")
 _NOT_HIDDEN = re.compile(
     r"(.*/)?(router|predictions|head|zero_computation_experts"
-    r"|[a-z_]*embedding[a-z_]*|([a-z]+_)?projection)/.*"
+    r"|[a-z_]*embedding[a-z_]*|([a-z]+_)?projection|teacher_[^/]+/output)/.*"
 )
 
 

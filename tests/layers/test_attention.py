@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_moe.layers import Attention, CausalMask, RotaryEmbedding2D
+from keras_moe import models
+from keras_moe.layers import (
+    Attention,
+    CausalMask,
+    RegisterTokens,
+    RotaryEmbedding2D,
+    TokenPooling,
+)
 from tests.calls import compiled
 from tests.compare import assert_close, assert_same
 
@@ -216,7 +223,16 @@ def test_axial_angles_by_hand():
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: RotaryEmbedding2D((2, 2), "spiral"), "kind='spiral'"),
     (lambda: RotaryEmbedding2D((2, 2))(np.ones((1, 4, 1, 6), "f")), "key_dim=6"),
+    (lambda: RotaryEmbedding2D((2, 2))(np.ones((1, 3, 1, 4), "f")), "tokens=3"),
     (lambda: attention(sinks=1), "sinks=1"),
+    (lambda: RegisterTokens(2, index=5)(tokens()[:, :3]), "tokens=3"),
+    (lambda: TokenPooling("average", 6)(tokens()), "tokens=6"),
+    (
+        lambda: models.ViTBackbone(
+            num_heads=4, num_key_value_heads=2, position_embedding="golden_2d"
+        ),
+        "num_key_value_heads=2",
+    ),
 ])  # fmt: skip
 def test_bad_options(make, message):
     with pytest.raises(ValueError, match=message):

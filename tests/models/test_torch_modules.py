@@ -23,7 +23,8 @@ LABELS = np.array([0, 1, 2, 0])
 
 
 def classifier():
-    backbone = vit(noise_std=0.0, examples_per_group=1)
+    # The bias moves by the load of all processes.
+    backbone = vit(noise_std=0.0, examples_per_group=1, selection_bias_rate=0.01)
     model = with_weights(ViTImageClassifier(backbone, 3))
     model.compile(keras.optimizers.SGD(0.1))
     return model

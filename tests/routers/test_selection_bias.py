@@ -8,8 +8,10 @@ from keras import ops
 from keras_moe import models, training
 from keras_moe.layers import MLP, Experts, MoE
 from keras_moe.routers import PathwayAwareRouter, TokenChoiceRouter
+from keras_moe.routers._pruned import pruned_router
 from tests.calls import call
 from tests.compare import assert_close, assert_same
+from tests.forks import run_python
 from tests.refusals import refuses
 from tests.small_models import SMALL, assert_same_outputs, images, with_weights
 
@@ -77,11 +79,17 @@ def test_updates_by_hand():
     assert_same(bias_of(router), [0.0, 0.0, 0.5])
 
 
-def test_the_mean_is_over_experts_that_can_be_chosen():
-    router = router_of(rate=0.25, excluded_experts=[2])
-    tokens = np.eye(3, dtype="float32")[None, [0, 0, 1, 1]]
+@pytest.mark.parametrize("method", ["excluded", "router_drop", "router_pred"])
+def test_the_mean_is_over_experts_that_can_be_chosen(method):
+    if method == "excluded":
+        router = router_of(rate=0.25, excluded_experts=[2])
+    else:
+        router = pruned_router(router_of(rate=0.25), [0, 1], method, False)
+        router.build((None, None, 3))
+    tokens = np.eye(3, dtype="float32")[None, [0, 0, 0, 1]]
     call(router, tokens, training=True)
-    assert_same(bias_of(router)[:2], [0.0, 0.0])
+    # The third keeps its own, for the day when it can be chosen again.
+    assert_same(bias_of(router), [-0.25, 0.25, 0.0])
 
 
 def test_accumulated_passes_are_one_step():
@@ -205,6 +213,20 @@ def test_training_resumes_within_a_step(tmp_path):
         assert_same(next(states), next(states))
 
 
+def test_a_new_optimizer_begins_a_step():
+    model = classifier()
+    fit(model, 4, gradient_accumulation_steps=3, epochs=1)
+    (passes,) = (x for x in model.weights if x.name == "num_passes")
+    assert to_numpy(passes) == 2
+    model.compile(keras.optimizers.SGD(0.0, gradient_accumulation_steps=3))
+    assert to_numpy(passes) == 0
+
+
+def test_a_rate_is_not_added_to_a_copy():
+    message = "no weights; received: weights=.*'selection_bias'"
+    refuses(message, classifier().with_router_arguments, selection_bias_rate=None)
+
+
 def test_averages_and_soups_have_a_bias():
     model = classifier()
     expected = fit(model, 4, 0.01, use_ema=True)
@@ -298,3 +320,34 @@ def test_shared_experts_are_as_wide_as_their_number_of_experts():
     width = shapes[0][0]
     added = len(shapes) * (width * 10 + 10 + 10 * width + width)
     assert described.active_parameters - unshared.active_parameters == added
+
+
+REPLICAS = '''
+import keras
+import numpy as np
+import tensorflow as tf
+from keras_moe.routers import TokenChoiceRouter
+
+two = [tf.config.LogicalDeviceConfiguration()] * 2
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, two)
+strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+tokens = np.eye(4, dtype="float32")[[[0, 0, 0, 1], [2, 2, 2, 3]]]
+with strategy.scope():
+    router = TokenChoiceRouter(
+        4, 1, selection_bias_rate=0.25, dropless=True, kernel_initializer="identity"
+    )
+    router.build((None, None, 4))
+parts = strategy.experimental_distribute_values_from_function(
+    lambda context: tokens[context.replica_id_in_sync_group :][:1]
+)
+strategy.run(lambda part: (router(part, training=True), 0)[1], args=(parts,))
+for value in router.selection_bias.value.values:
+    np.testing.assert_array_equal(value, [-0.25, 0.25, -0.25, 0.25])
+'''
+
+
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="tf.distribute")
+def test_replicas_balance_by_the_load_of_all():
+    done = run_python("-c", REPLICAS)
+    assert done.returncode == 0, done.stderr

@@ -8,7 +8,13 @@ from collections.abc import Callable
 
 import keras
 
-from keras_moe._checks import check_bool, check_integer, check_one_of, check_positive
+from keras_moe._checks import (
+    check_bool,
+    check_integer,
+    check_one_of,
+    check_positive,
+    unfit,
+)
 from keras_moe._types import DType
 from keras_moe.layers import PatchEmbedding, RotaryEmbedding2D
 from keras_moe.layers.position_embedding import KINDS
@@ -35,6 +41,13 @@ class ViTConfig(TransformerConfig, ImageConfig):
         kinds = (None, *KINDS, *ROTARY)
         check_one_of("position_embedding", self.position_embedding, kinds)
         check_integer("register_tokens", self.register_tokens, minimum=0)
+        keys = self.num_key_value_heads
+        if self.position_embedding == "golden_2d" and keys not in (
+            None,
+            self.num_heads,
+        ):
+            expected = f"num_heads={self.num_heads} heads of keys with golden_2d"
+            raise unfit(expected, num_key_value_heads=keys)
         check_positive("rotary_base", self.rotary_base)
         for name in ("class_token", "embedding_norm", "final_norm"):
             check_bool(name, getattr(self, name))

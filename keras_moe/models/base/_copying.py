@@ -27,10 +27,10 @@ def copied(
         [weight for weight in each.weights if weight.name != without]
         for each in (model, new)
     )
-    if [w.name for w in old_weights] != [w.name for w in new_weights]:
-        raise ValueError(
-            "Expected a model with the weights of its config; received others"
-        )
+    old, new_names = ([w.name for w in each] for each in (old_weights, new_weights))
+    if old != new_names:
+        different = sorted({*old} ^ {*new_names}) or "another order"
+        raise unfit("arguments that change no weights", weights=different)
     for old_weight, new_weight in zip(old_weights, new_weights):
         # Copy through an array: on JAX both variables would share one buffer.
         new_weight.assign(value(old_weight))

@@ -208,6 +208,8 @@ def moepp_files(model: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     wanted = {
         "norm": "rms",
         "positions": "rotary",
+        "head_dim": None,
+        "attention_sinks": False,
         "use_bias": False,
         "query_key_norm": False,
         "layer_scale_initial_value": None,

@@ -109,9 +109,6 @@ _DINOV2_GATED: tuple[dict[str, Any], ...] = (
 # What DINOv2 and DINOv3 have in common.
 _DINO = {
     "query_key_norm": False,
-    "head_dim": None,
-    "num_key_value_heads": None,
-    "attention_sinks": False,
     "norm": "layer",
     "final_norm": True,
     "embedding_norm": False,
@@ -569,7 +566,8 @@ def _dinov2_files(model):
     tower = model.towers["image"]
     config, names = tower.config, _DINOV2
     own: dict[str, Any] = {"model_type": "dinov2"}
-    tower.check(kind, position_embedding="learned", key_bias=True, **_DINO)
+    own_registers = {"register_tokens": config["register_tokens"]}
+    tower.check(kind, position_embedding="learned", **own_registers, **_DINO)
     if config["gated_mlp"]:
         names = _with_mlp(names, _DINOV2_GATED[0])
         own["use_swiglu_ffn"] = True
@@ -609,7 +607,8 @@ def _dinov3_files(model):
     kind = "transformers' DINOv3"
     tower = model.towers["image"]
     config = tower.config
-    tower.check(kind, **_DINO)
+    own = {name: config[name] for name in ("register_tokens", "key_bias")}
+    tower.check(kind, **own, **_DINO)
     if not config["register_tokens"] or not config["use_bias"]:
         raise unfit(
             f"registers and biases for {kind}",

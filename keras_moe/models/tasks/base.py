@@ -190,6 +190,9 @@ class MoETask(MoEModel):
             if isinstance(layer, TokenChoiceRouter):
                 # A selection bias moves once a step, too.
                 layer.passes_per_step = made.gradient_accumulation_steps or 1
+                if layer.built and layer.selection_bias_rate is not None:
+                    # The new optimizer has accumulated nothing.
+                    layer.num_passes.assign(0.0)
 
     def _checked_loss(self, loss):
         """Returns the loss that Keras gets; raises ValueError if it does not fit."""

@@ -36,6 +36,8 @@ class _TeacherHead(Layer):
         super().__init__(**kwargs)
         self.dim = check_integer("dim", dim)
         self.num_heads, self.mlp_dim = num_heads, mlp_dim
+        if num_heads is None and mlp_dim is not None:
+            raise unfit("mlp_dim with num_heads only", mlp_dim=mlp_dim, num_heads=None)
         self.norm = LayerNorm(1e-5, dtype=self.dtype_policy, name="norm")
         self.pooler = None
         if num_heads is not None:
@@ -148,8 +150,17 @@ class TeacherFeatures(MoETask, keras_hub.models.Task):
         check_task(self, TeacherFeatures, backbone, kwargs)
         if not isinstance(teachers, dict) or not teachers:
             raise unfit("teachers by name, with their sizes", teachers=teachers)
-        for settings in teachers.values():
+        taken = {*backbone.features}
+        for name, settings in teachers.items():
+            is_name = isinstance(name, str) and "/" not in name
+            if not is_name or not isinstance(settings, dict) or "dim" not in settings:
+                raise unfit("names with dicts of at least dim", teachers=teachers)
             check_argument_names(settings, list(_SETTINGS), "a teacher")
+            own = {name, f"{name}_grid"}
+            if own & taken:
+                expected = f"names that are no features, such as {sorted(taken)}"
+                raise unfit(expected, name=name)
+            taken |= own
         if not backbone.class_token:
             raise unfit("a backbone with a class token", class_token=False)
 

@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 
 from keras_moe import models, training
 from keras_moe.models.conversion.sources import open_source
+from keras_moe.report import write_report
 from tests import golden
 from tests.backends import every_backend_for
 from tests.compare import assert_close, assert_same
@@ -173,6 +174,12 @@ def test_a_pickle_is_refused_by_name(tmp_path):
     ({"dinov3": {"size": 4}}, "size"),
     ({"dinov3": {"dim": 0}}, "dim=0"),
     ({"dinov3": {"dim": 4, "num_heads": 2}}, "mlp_dim=None"),
+    ({"dinov3": {"dim": 4, "mlp_dim": 2}}, "mlp_dim=2"),
+    ({"dinov3": 5}, "teachers={'dinov3': 5}"),
+    ({"dinov3": {}}, "teachers={'dinov3': {}}"),
+    ({"a/b": {"dim": 4}}, "a/b"),
+    ({"grid": {"dim": 4}}, "name='grid'"),
+    ({"a": {"dim": 4}, "a_grid": {"dim": 4}}, "name='a_grid'"),
 ])  # fmt: skip
 def test_bad_teachers(teachers, message):
     backbone = models.ViTBackbone(
@@ -180,6 +187,34 @@ def test_bad_teachers(teachers, message):
         mlp_dim=8,
     )  # fmt: skip
     refuses(message, models.TeacherFeatures, backbone, teachers)
+
+
+def test_the_report_and_muon_know_registers_and_heads(tmp_path):
+    images, _ = released(MOE, tmp_path)
+    model = converted(tmp_path, images, num_classes=2)
+    write_report(model, (images, np.array([0, 1])), tmp_path / "report")
+    assert (tmp_path / "report" / "report.html").exists()
+    teachers = converted(tmp_path, images)
+    muon = training.Muon()
+    shapes = {x.path: muon.matrix_shape(x) for x in teachers.trainable_weights}
+    assert shapes["teacher_dinov3/output/kernel"] is None
+    assert shapes["teacher_dinov3/hidden/kernel"] == (32, 24)
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("dtype", ["bfloat16", "mixed_bfloat16"])
+def test_half_precision_keeps_the_table_and_the_bias(tmp_path, dtype):
+    images, _ = released(MOE, tmp_path)
+    whole = converted(tmp_path, images, task="backbone")
+    half = converted(tmp_path, images, task="backbone", dtype=dtype)
+    kept = ("frequencies", "selection_bias", "expert_load", "num_passes")
+    assert {x.dtype for x in half.weights if x.name in kept} == {"float32"}
+    received, expected = (
+        keras.ops.convert_to_numpy(keras.ops.cast(x(images), "float32"))
+        for x in (half, whole)
+    )
+    # Eight bits, and some tokens that choose other experts.
+    assert np.median(np.abs(received - expected)) < 0.02
 
 
 def test_experts_are_upcycled_and_drop_upcycled(tmp_path):
