@@ -22,8 +22,6 @@ _OPTIMIZER = keras.optimizers.Optimizer
 
 # Private methods that subclasses override or call: owner, name and first arguments.
 PRIVATE_METHODS = (
-    # A mask of pixels instead of one of the numbers in them.
-    (keras.layers.CutMix, "_generate_batch_mask", ("images_shape", "box_corners")),
     # Learning rates and weight decay by weight.
     (
         _OPTIMIZER,

@@ -322,7 +322,7 @@ def test_shared_experts_are_as_wide_as_their_number_of_experts():
     assert described.active_parameters - unshared.active_parameters == added
 
 
-REPLICAS = '''
+REPLICAS = """
 import keras
 import numpy as np
 import tensorflow as tf
@@ -344,7 +344,7 @@ parts = strategy.experimental_distribute_values_from_function(
 strategy.run(lambda part: (router(part, training=True), 0)[1], args=(parts,))
 for value in router.selection_bias.value.values:
     np.testing.assert_array_equal(value, [-0.25, 0.25, -0.25, 0.25])
-'''
+"""
 
 
 @pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="tf.distribute")
