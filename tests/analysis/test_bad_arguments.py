@@ -111,7 +111,7 @@ def of_arrays(function, *arguments, **others):
         (of_arrays(statistics, 2, 2), r"shape=\(2, 2\)"),
         (of_arrays(statistics, 1, 2, 2, mask=np.zeros((1, 2), bool)), "0 tokens"),
         (of_arrays(experts_per_token, RECORD, TYPES, "best"), "expert_type='best'"),
-        (of_arrays(compute_map, RECORD, ExpertTypes(2), (2, 2)), "3 tokens"),
+        (of_arrays(compute_map, RECORD, ExpertTypes(2), (2, 2)), "at least 4 tokens"),
         (
             of_arrays(token_flows, RECORD, Routing(*[np.ones((2, 1, 2))] * 6)),
             r"\(2, 3\) and \(2, 1\)",
@@ -168,7 +168,10 @@ def of_arrays(function, *arguments, **others):
         (lambda own: prune_experts(own.plain, {"block_0": [0, 1]}, "drop"), "method"),
         (lambda own: prune_experts(own.soft, {"block_0": [0, 1]}), "SoftRouter"),
         (lambda own: prune_experts(own.typed, {"block_0": [3, 4]}), "an FFN expert"),
-        (lambda own: prune_experts(own.pruned, {"block_0": [1, 3]}), "is pruned; rec"),
+        (
+            lambda own: prune_experts(own.pruned, {"block_0": [1, 3]}),
+            "model pruned with",
+        ),
         (
             lambda own: prune_experts(
                 own.pruned, {"block_0": [0, 3]}, "router_pred_skip"
