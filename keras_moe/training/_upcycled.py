@@ -418,4 +418,4 @@ def _averages_experts(layer):
     if factor is None:
         return router.serves_every_token(False)
     # The capacity is large enough that no token is dropped.
-    return factor * router.num_selected_experts >= router.num_experts
+    return factor * router.choices_per_token >= router.num_experts

@@ -232,7 +232,7 @@ class _RoutingProbe(Hooked):
             # Heads and token mixers of muMoE use all experts.
             if name != "head" and not name.endswith("/token_mixer"):
                 router = getattr(backbone.get_layer(name).feed_forward, "router", None)
-                self.selected[name] = getattr(router, "num_selected_experts", None)
+                self.selected[name] = getattr(router, "choices_per_token", None)
                 biases[name] = getattr(router, "selection_bias", None)
         object.__setattr__(self, "_biases", biases)
         self.without_padding = [name for name in routing if masks_padding(model, name)]

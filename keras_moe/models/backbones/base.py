@@ -127,6 +127,11 @@ class MoEBackbone(MoEModel, Backbone):
         return self.config.moe
 
     @property
+    def ensemble_size(self) -> int:
+        """M, the members of an ensemble; 1 for any other model."""
+        return getattr(self.moe, "ensemble_size", 1)
+
+    @property
     def routing(self) -> dict:
         """The symbolic `Routing` of each MoE block and expert token mixer, by name."""
         return dict(self._routing)
@@ -300,9 +305,13 @@ class ImageBackbone(MoEBackbone):
 
         In addition to those of `MoEBackbone`: `"tokens"` (B, N, D), `"pooled"` (B, D),
         the class token or average, `"grid"` (B, rows, columns, D), the patches, and
-        `"registers"` (B, count, D) if there are some.
+        `"registers"` (B, count, D) if there are some. An ensemble's are the means over
+        its members.
         """
         tokens, registers = self.output, getattr(self.config, "register_tokens", 0)
+        if (members := self.ensemble_size) > 1:
+            shape = (-1, members, tokens.shape[1] // members, self.hidden_dim)
+            tokens = ops.mean(ops.reshape(tokens, shape), axis=1)
         first = int(self.class_token) + registers
         patches = tokens[:, first:] if first else tokens
         pooled = tokens[:, 0] if self.class_token else ops.mean(patches, axis=1)

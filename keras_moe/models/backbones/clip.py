@@ -22,7 +22,11 @@ from keras_moe.models.backbones._pairs import (
     temperature_config,
 )
 from keras_moe.models.backbones.base import MoEBackbone
-from keras_moe.models.backbones.config import ModelArguments, takes
+from keras_moe.models.backbones.config import (
+    ModelArguments,
+    check_no_ensemble,
+    takes,
+)
 from keras_moe.models.backbones.tower import (
     PooledProjection,
     TowerOutputs,
@@ -71,6 +75,7 @@ class CLIPConfig(ModelArguments):
         if isinstance(tower, keras.Model):
             tower = tower.config.to_dict()
         config = family.make_config(tower_config(family, name, tower or {}))
+        check_no_ensemble(config.moe)
         count = getattr(config.moe, "modality_count", None)
         if count is not None:
             raise ValueError(

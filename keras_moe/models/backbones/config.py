@@ -11,6 +11,7 @@ from keras_moe._checks import (
     check_integer,
     check_one_of,
     head_size,
+    unfit,
 )
 from keras_moe._types import DType
 from keras_moe.layers import Attention, TowerConfig, TowerSpec
@@ -140,6 +141,13 @@ class ImageConfig(TowerConfig, ModelArguments):
         self._set(image_shape=check_image_shape(self.image_shape))
 
 
+def check_no_ensemble(moe: object) -> None:
+    """Raises ValueError for a mixture whose members nothing would average."""
+    members = getattr(moe, "ensemble_size", 1)
+    if members > 1:
+        raise unfit("ensembles only of image classifiers", ensemble_size=members)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VocabularyConfig(TowerConfig, ModelArguments):
     """Arguments of whatever reads token ids."""
@@ -149,6 +157,7 @@ class VocabularyConfig(TowerConfig, ModelArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        check_no_ensemble(self.moe)
         for name in ("vocabulary_size", "max_length"):
             self._set(**{name: check_integer(name, getattr(self, name))})
 

@@ -28,7 +28,7 @@ from keras_moe.layers.normalization import norm_layer
 from keras_moe.layers.position_embedding import KINDS
 from keras_moe.models.backbones.config import ImageConfig, TokenIdsConfig
 from keras_moe.models.loading.blueprint import Part
-from keras_moe.ops import Cost
+from keras_moe.ops import Cost, Routing
 from keras_moe.ops._initializers import PathInitializer
 
 
@@ -36,8 +36,10 @@ class TowerOutputs(NamedTuple):
     """Outputs of a tower.
 
     Attributes:
-        tokens: (B, N, D), after the final norm if there is one.
-        routing: dict from the name of a block or token mixer to `Routing`.
+        tokens: (B, N, D), after the final norm if there is one; (B, M N, D) for an
+            ensemble of M members, in order.
+        routing: dict from the name of a block or token mixer to `Routing`; those of
+            an ensemble have the experts of all members that serve a patch.
         block_tokens: dict from block name to the tokens after it, (B, N, D).
         caches: dict from block name to its new cache, if it had one.
     """
@@ -109,7 +111,11 @@ class Tower(NamedTuple):
         if boundaries:
             fixed["boundaries"] = tuple(boundaries)
         routing, block_tokens, new_caches, logits = {}, {}, {}, None
-        for block in self.blocks:
+        before = 1
+        for block, members in zip(self.blocks, self.members):
+            if members > before:
+                x, fixed = _repeated(x, members, mask)
+            before = members
             arguments = dict(mixer_arguments or {})
             if caches is not None:
                 arguments["cache"] = caches[block.name]
@@ -126,13 +132,25 @@ class Tower(NamedTuple):
             if caches is not None:
                 new_caches[block.name] = records.pop()
             if is_moe:
-                routing[block.name], *mixer_records = records
+                routed, *mixer_records = records
+                logits = routed.logits
+                if members > 1:
+                    routed = Routing(*(_of_all_members(field, members) for field in routed))
+                routing[block.name] = routed
                 for record in mixer_records:
                     routing[f"{block.name}/token_mixer"] = record
-                logits = routing[block.name].logits
             block_tokens[block.name] = x
         outputs = x if self.final_norm is None else self.final_norm(x)
         return TowerOutputs(outputs, routing, block_tokens, new_caches)
+
+    @property
+    def members(self) -> list[int]:
+        """Members of an ensemble that run each block: all from the first mixture on."""
+        counts = [1]
+        for block in self.blocks:
+            router = getattr(block.feed_forward, "router", None)
+            counts.append(max(counts[-1], getattr(router, "ensemble_size", 1)))
+        return counts[1:]
 
     @property
     def layers(self) -> tuple[keras.layers.Layer, ...]:
@@ -147,14 +165,34 @@ class Tower(NamedTuple):
             shape = tuple(layer.compute_output_shape((None, *shape))[1:])
         kind = "patches" if len(input_shape) == 3 else "tokens"
         parts = [Part("embedding", kind, *embedding)]
-        for block in self.blocks:
-            kind = block_kind(block)
-            parts.append(Part(block.name, kind, *layer_cost(block, shape)))
+        members = 1
+        for block, members in zip(self.blocks, self.members):
+            part = Part(block.name, block_kind(block), *layer_cost(block, shape))
+            parts.append(part.of_members(members))
         if self.final_norm is not None:
-            parts.append(
-                Part("final_norm", "norm", *layer_cost(self.final_norm, shape))
-            )
+            part = Part("final_norm", "norm", *layer_cost(self.final_norm, shape))
+            parts.append(part.of_members(members))
         return parts, *shape
+
+
+def _repeated(tokens, members, mask):
+    """Tokens (B, M N, D), the members' one after the other, and arguments of blocks."""
+    length = tokens.shape[1]
+    ids = ops.repeat(ops.arange(members, dtype="int32"), length)
+    arguments = {
+        "modality_ids": ops.zeros_like(tokens[..., 0], dtype="int32")[:, :1] + ids,
+        "boundaries": tuple(range(length, members * length, length)),
+    }
+    if mask is not None:
+        arguments["mask"] = ops.tile(mask, (1, members))
+    return ops.tile(tokens, (1, members, 1)), arguments
+
+
+def _of_all_members(field, members):
+    """The members' experts side by side (B, N, E), from a field (B, M N, E)."""
+    # The other members' experts are at 0, and their logits at minus infinity.
+    shape = (-1, members, field.shape[1] // members, field.shape[2])
+    return ops.max(ops.reshape(field, shape), axis=1)
 
 
 def image_tower(

@@ -11,7 +11,7 @@ from keras_moe.models.conversion._rules import (
     BlockNames,
     Filled,
     Normalization,
-    Scalar,
+    Reshaped,
     TowerNames,
 )
 from keras_moe.models.preprocessing.images import ImagePreprocessor
@@ -376,7 +376,7 @@ def pair_spec(
         shared = _projections(rules, text_arguments, size)
     for path, name in (("log_scale", log_scale), ("bias", bias)):
         if name is not None and name in file:
-            rules[f"logit_scale/{path}"] = Scalar(name, shape=file[name].shape)
+            rules[f"logit_scale/{path}"] = Reshaped(name, shape=file[name].shape)
     text_arguments.pop("dtype", None)
     if "dtype" in image_arguments:
         shared["dtype"] = image_arguments.pop("dtype")

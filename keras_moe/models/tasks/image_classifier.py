@@ -18,6 +18,7 @@ from keras_moe._checks import (
     unfit,
 )
 from keras_moe._types import DType
+from keras_moe.layers.moe_config import moe_config
 from keras_moe.layers.pooling import check_pooling
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 from keras_moe.models import registry
@@ -34,7 +35,14 @@ from keras_moe.models.loading.blueprint import Part
 from keras_moe.models.preprocessing.images import ImagePreprocessor
 from keras_moe.models.registry import register_task
 from keras_moe.models.saving._lora import TRAINING, new_head_dtype, quantized_head
-from keras_moe.models.tasks._head import head_layers, loss_of_outputs
+from keras_moe.models.tasks._head import (
+    PROBABILITIES,
+    SIGMOID,
+    SOFTMAX,
+    MembersMean,
+    head_layers,
+    loss_of_outputs,
+)
 from keras_moe.models.tasks.base import MoETask, check_task
 from keras_moe.ops import Routing
 from keras_moe.ops._initializers import initial_values
@@ -100,7 +108,9 @@ class ImageClassifier(MoETask, HubClassifier):
 
     Input shape: (B, height, width, channels), in [-1, 1].
 
-    Output shape: (B, num_classes).
+    Output shape: (B, num_classes). With a backbone of `ensemble_size=M` the members'
+    mean probabilities, or logits of these, and `features` are means, too; in training
+    (B, M, num_classes), since `fit` minimises the mean loss of the members.
 
     Reference: *An Image is Worth 16x16 Words*; *Scaling Vision Transformers* (MAP
     head); *Multilinear Mixture of Experts*, section 4.1 (muMoE heads).
@@ -207,7 +217,11 @@ class ImageClassifier(MoETask, HubClassifier):
             self.output_dense = layers["predictions"]
 
             # === Functional model ===
-            features = self.pooler(backbone(inputs))
+            tokens, members = backbone(inputs), backbone.ensemble_size
+            if members > 1:
+                length = tokens.shape[1] // members
+                tokens = keras.ops.reshape(tokens, (-1, length, tokens.shape[2]))
+            features = self.pooler(tokens)
             if self.pooled_normalization is not None:
                 features = self.pooled_normalization(features)
             if representation_dim is not None:
@@ -223,6 +237,18 @@ class ImageClassifier(MoETask, HubClassifier):
                 if head_position == "penultimate":
                     outputs = keras.ops.relu(outputs)
             outputs = self.output_dense(outputs)
+            if members > 1:
+                if head is not None:
+                    raise unfit("head=None for an ensemble", ensemble_size=members)
+                kind = SIGMOID if multi_label or num_classes == 1 else SOFTMAX
+                kind = kind if output_activation is None else PROBABILITIES
+                self.members_mean = MembersMean(
+                    members, kind, dtype=policy, name="members_mean"
+                )
+                outputs = self.members_mean(outputs)
+                features = keras.ops.mean(
+                    keras.ops.reshape(features, (-1, members, features.shape[-1])), 1
+                )
         # The base constructor compiles and reads both, but Keras allows plain
         # attributes only after it.
         object.__setattr__(self, "multi_label", multi_label)
@@ -354,6 +380,31 @@ class ImageClassifier(MoETask, HubClassifier):
         edited.head.logit_offsets.assign(table)
         return edited
 
+    def compute_loss(
+        self,
+        x: object = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        if y is not None and len(y_pred.shape) > len(self.output_shape):
+            # The mean loss of the members of an ensemble.
+            members, classes = y_pred.shape[1:]
+            y_pred = keras.ops.reshape(y_pred, (-1, classes))
+            y, sample_weight = (
+                None if each is None else keras.ops.repeat(each, members, axis=0)
+                for each in (y, sample_weight)
+            )
+        return super().compute_loss(x, y, y_pred, sample_weight, training)
+
+    def compute_metrics(
+        self, x: object, y: object, y_pred: Any, sample_weight: object = None
+    ) -> dict[str, Any]:
+        if len(y_pred.shape) > len(self.output_shape):
+            y_pred = self.members_mean.mean(y_pred)
+        return super().compute_metrics(x, y, y_pred, sample_weight)
+
     def _checked_loss(self, loss):
         return loss_of_outputs(loss, self.output_activation is None)
 
@@ -400,10 +451,11 @@ class ImageClassifier(MoETask, HubClassifier):
     ) -> list[Part]:
         check_integer("num_classes", config["num_classes"])
         parts, shape = [], (num_tokens, dim)
+        members = getattr(moe_config(backbone_config["moe"]), "ensemble_size", 1)
         for name, layer in head_layers(backbone_config, "float32", **config).items():
             cost = layer_cost(layer, shape)
             if cost.parameters:
-                parts.append(Part(name, _KINDS[name], *cost))
+                parts.append(Part(name, _KINDS[name], *cost).of_members(members))
             shape = (1, getattr(layer, "units", shape[-1]))
         return parts
 

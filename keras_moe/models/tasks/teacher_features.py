@@ -13,6 +13,7 @@ from keras_moe._checks import check_argument_names, check_integer, unfit
 from keras_moe._types import Config, Tensor
 from keras_moe.layers import AttentionPooling, LayerNorm
 from keras_moe.layers._layer import Layer, inner_call, projection
+from keras_moe.models.backbones.config import check_no_ensemble
 from keras_moe.models.backbones.vit import ViTBackbone
 from keras_moe.models.loading.blueprint import Part
 from keras_moe.models.registry import register_task
@@ -161,6 +162,7 @@ class TeacherFeatures(MoETask, keras_hub.models.Task):
                 expected = f"names that are no features, such as {sorted(taken)}"
                 raise unfit(expected, name=name)
             taken |= own
+        check_no_ensemble(backbone.moe)
         if not backbone.class_token:
             raise unfit("a backbone with a class token", class_token=False)
 
