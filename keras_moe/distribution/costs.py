@@ -349,9 +349,7 @@ def _flops(blocks, model, texts, rematerialize):
     """FLOPs of a training step for one image and its texts."""
     block_flops = described_flops = 0
     for tower, block, sequences in blocks:
-        flops = [
-            block.cost((n, tower.hidden_dim)).flops for n in (*sequences, *texts)
-        ]
+        flops = [block.cost((n, tower.hidden_dim)).flops for n in (*sequences, *texts)]
         block_flops += sum(flops)
         described_flops += sum(flops[: len(sequences)])
     other_flops = sum(part.flops for part in model.parts) - described_flops

@@ -225,9 +225,7 @@ class AuxiliaryLoss:
             compute = FUNCTIONS[compute].compute
         options, members = self.options, getattr(router, "ensemble_size", 1)
         if members == 1:
-            return self.weight * compute(
-                routing, router, mask, modality_ids, **options
-            )
+            return self.weight * compute(routing, router, mask, modality_ids, **options)
         # The mean over an ensemble's members, each a router of its own experts.
         losses = [
             compute(*_of_member(routing, router, mask, modality_ids, member), **options)

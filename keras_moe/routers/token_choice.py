@@ -82,9 +82,9 @@ class TokenChoiceRouter(SparseRouter):
     capacity; see their attributes.
 
     Reference: *Routers in Vision Mixture of Experts*, sections 2.1 and 2.2, Algorithm
-    1; *Sparse MoEs Meet Efficient Ensembles*, section 4, for `ensemble_size`; *LIMoE*, figure 6, for shuffled and modality priorities; *Auxiliary-Loss-Free
+    1; *LIMoE*, figure 6, for shuffled and modality priorities; *Auxiliary-Loss-Free
     Load Balancing Strategy for Mixture-of-Experts*, Algorithm 1, for the selection
-    bias.
+    bias; *Sparse MoEs Meet Efficient Ensembles*, section 4, for `ensemble_size`.
 
     Example:
 
@@ -210,7 +210,9 @@ class TokenChoiceRouter(SparseRouter):
         if self.ensemble_size == 1:
             return self.expert_pools
         size = self.num_experts // self.ensemble_size
-        return [range(first, first + size) for first in range(0, self.num_experts, size)]
+        return [
+            range(first, first + size) for first in range(0, self.num_experts, size)
+        ]
 
     @property
     def noise_deviation(self) -> float:

@@ -312,6 +312,8 @@ def report_of(dense_model, sparse_model, blocks, inputs, is_changed):
     description = describe(sparse_model)
     backbone = getattr(sparse_model, "backbone", sparse_model)
     before, after = (_results(model, inputs) for model in (dense_model, sparse_model))
+    if backbone.ensemble_size > 1:
+        before = _of_equal_members(before, sparse_model, backbone.ensemble_size)
     outputs, tokens = (
         {
             name: float(np.abs(value - after[part][name]).max())
@@ -337,6 +339,19 @@ def report_of(dense_model, sparse_model, blocks, inputs, is_changed):
         preserved=_preserves(layers.values(), is_changed),
         modalities=modalities,
     )
+
+
+def _of_equal_members(results, model, members):
+    """A dense model's results as an ensemble has them whose members are equal."""
+    tokens = {x: np.tile(y, (1, members, 1)) for x, y in results["tokens"].items()}
+    if not hasattr(model, "members_mean"):
+        return {"outputs": tokens, "tokens": tokens}
+    mean, outputs = model.members_mean.mean, results["outputs"]
+    outputs = {
+        name: ops.convert_to_numpy(mean(value[:, None]))
+        for name, value in outputs.items()
+    }
+    return {"outputs": outputs, "tokens": tokens}
 
 
 def example_inputs(backbone: Any, examples: int = 4) -> Any:

@@ -135,7 +135,9 @@ class Tower(NamedTuple):
                 routed, *mixer_records = records
                 logits = routed.logits
                 if members > 1:
-                    routed = Routing(*(_of_all_members(field, members) for field in routed))
+                    routed = Routing(
+                        *(_of_all_members(field, members) for field in routed)
+                    )
                 routing[block.name] = routed
                 for record in mixer_records:
                     routing[f"{block.name}/token_mixer"] = record

@@ -233,7 +233,10 @@ class Blueprint:
                 towers = {f"{k}/": (x, getattr(config, k)) for k, x in families.items()}
             unbuilt = []
             for prefix, (cls, config) in towers.items():
-                tower, lengths = cls.tower(config, "float32"), cls.sequence_lengths(config)
+                tower, lengths = (
+                    cls.tower(config, "float32"),
+                    cls.sequence_lengths(config),
+                )
                 sizes = lengths, config.hidden_dim, tower.members
                 unbuilt.append(UnbuiltTower(prefix, list(tower.blocks), *sizes))
             return unbuilt

@@ -121,7 +121,7 @@ class MembersMean(keras.layers.Layer):
             )
         else:
             x = ops.logsumexp(ops.log_softmax(x, axis=-1), axis=1)
-            x = x - math.log(self.ensemble_size)
+            x = x - math.log(members.shape[1])
         return ops.cast(x, self.compute_dtype)
 
     def compute_output_shape(self, input_shape):
