@@ -231,7 +231,7 @@ class AuxiliaryLoss:
             compute(*_of_member(routing, router, mask, modality_ids, member), **options)
             for member in range(members)
         ]
-        return self.weight * sum(losses) / members
+        return self.weight * ops.mean(ops.stack(losses), axis=0)
 
     def check_modalities(self, count: int) -> None:
         """Raises ValueError if the loss is of a modality above `count - 1`."""

@@ -136,7 +136,9 @@ class LayerQueues:
             affinity = np.where(self._kept(), affinity, -np.inf)
         positions = np.zeros(affinity.shape, "int32")
         if used:
-            selected = self.selected // self.members if self.chooses else None
+            selected = None
+            if self.chooses:
+                selected = (self.selected or 1) // self.members
             priority = self._priority(affinity.shape[:2], runs)
             # Each member of an ensemble has its own experts, and queues.
             positions = [

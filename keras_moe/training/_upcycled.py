@@ -348,7 +348,7 @@ def _of_equal_members(results, model, members):
         return {"outputs": tokens, "tokens": tokens}
     mean, outputs = model.members_mean.mean, results["outputs"]
     outputs = {
-        name: ops.convert_to_numpy(mean(value[:, None]))
+        name: keras.ops.convert_to_numpy(mean(value[:, None]))
         for name, value in outputs.items()
     }
     return {"outputs": outputs, "tokens": tokens}

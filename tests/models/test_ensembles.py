@@ -199,7 +199,6 @@ def test_equal_members_are_one_model():
         ({"multi_label": True}, lambda x: 1 / (1 + np.exp(-x))),
         ({"output_activation": "softmax"}, lambda x: x),
         ({"pooling": "map", "representation_dim": 6}, softmax),
-        ({"num_classes": 1}, lambda x: 1 / (1 + np.exp(-x))),
     ],
 )
 def test_probabilities_are_averaged(head, probabilities):
@@ -242,17 +241,19 @@ def test_rematerialized_members_have_the_same_gradients():
 
 @pytest.mark.every_backend
 def test_fits_adapts_and_knows_how_sure_it_is():
-    pixels, labels = data.load_digits()[0]
-    known, pixels = labels < 8, pixels.astype("float32") / 127.5 - 1
+    pixels, labels = data.load_digits("test", image_shape=(16, 16, 1))
+    known = labels < 8
     model = models.from_preset(
-        "vmoe_digits", num_classes=8, ensemble_size=2, num_selected_experts=1,
-        load_weights=False, seed=0,
+        "vmoe_digits", num_classes=8, num_layers=2, ensemble_size=2,
+        num_selected_experts=1, load_weights=False, seed=0,
     )  # fmt: skip
+    model.compile(keras.optimizers.Adam(3e-3))
     health = training.RouterHealth(pixels[:16], min_entropy=0.0, max_share=1.0)
     history = model.fit(
-        pixels[known], labels[known], epochs=3, verbose=0, callbacks=[health]
+        pixels[known], labels[known], epochs=4, verbose=0, callbacks=[health]
     ).history
-    assert history["loss"][-1] < 0.6 * history["loss"][0]
+    assert history["loss"][-1] < 0.7 * history["loss"][0]
+    assert history["accuracy"][-1] > 0.5
     assert 0 <= history["router/dropped"][-1] < 0.5
     assert {len(row["expert_shares"]) for row in health.layers} == {8}
     probabilities = softmax(model.predict(pixels, verbose=0))
@@ -260,8 +261,9 @@ def test_fits_adapts_and_knows_how_sure_it_is():
     assert result.nll < np.log(8)
     result = evaluation.out_of_distribution(probabilities[known], probabilities[~known])
     assert result.auroc > 0.5
-    model.enable_lora(2)
-    model.fit(pixels[:32] * known[:32, None, None, None], labels[:32] % 8, verbose=0)
+    model.enable_lora(2, ["query", "experts"])
+    model.compile("adam")
+    model.fit(pixels[known][:32], labels[known][:32], verbose=0)
 
 
 def test_quantized():

@@ -132,6 +132,7 @@ class ImageClassifier(MoETask, HubClassifier):
     backbone: ImageBackbone
     multi_label: bool
     output_activation: str | None
+    encoded: Any
     pipeline_tag = "image-classification"
 
     @classmethod
@@ -217,7 +218,8 @@ class ImageClassifier(MoETask, HubClassifier):
             self.output_dense = layers["predictions"]
 
             # === Functional model ===
-            tokens, members = backbone(inputs), backbone.ensemble_size
+            encoded, members = backbone(inputs), backbone.ensemble_size
+            tokens = encoded
             if members > 1:
                 length = tokens.shape[1] // members
                 tokens = keras.ops.reshape(tokens, (-1, length, tokens.shape[2]))
@@ -249,9 +251,10 @@ class ImageClassifier(MoETask, HubClassifier):
                 features = keras.ops.mean(
                     keras.ops.reshape(features, (-1, members, features.shape[-1])), 1
                 )
-        # The base constructor compiles and reads both, but Keras allows plain
-        # attributes only after it.
+        # The base constructor compiles and reads some, but Keras allows plain
+        # attributes only after it. `encoded` has the symbolic tokens of the backbone.
         object.__setattr__(self, "multi_label", multi_label)
+        object.__setattr__(self, "encoded", encoded)
         object.__setattr__(self, "output_activation", output_activation)
         super().__init__(inputs, outputs, features, routing, **kwargs)
 
