@@ -150,7 +150,7 @@ class Tower(NamedTuple):
         """Members of an ensemble that run each block: all from the first mixture on."""
         counts = [1]
         for block in self.blocks:
-            router = getattr(block.feed_forward, "router", None)
+            router = getattr(getattr(block, "feed_forward", None), "router", None)
             counts.append(max(counts[-1], getattr(router, "ensemble_size", 1)))
         return counts[1:]
 

@@ -391,8 +391,8 @@ class ImageClassifier(MoETask, HubClassifier):
         sample_weight: Any = None,
         training: bool = True,
     ) -> Any:
-        if y is not None and len(y_pred.shape) > len(self.output_shape):
-            # The mean loss of the members of an ensemble.
+        if y is not None and self._has_members(y_pred):
+            # Their mean loss.
             members, classes = y_pred.shape[1:]
             y_pred = keras.ops.reshape(y_pred, (-1, classes))
             y, sample_weight = (
@@ -404,9 +404,13 @@ class ImageClassifier(MoETask, HubClassifier):
     def compute_metrics(
         self, x: object, y: object, y_pred: Any, sample_weight: object = None
     ) -> dict[str, Any]:
-        if len(y_pred.shape) > len(self.output_shape):
+        if self._has_members(y_pred):
             y_pred = self.members_mean.mean(y_pred)
         return super().compute_metrics(x, y, y_pred, sample_weight)
+
+    def _has_members(self, outputs):
+        """Whether outputs are an ensemble's in training, (B, M, C)."""
+        return self.backbone.ensemble_size > 1 and len(outputs.shape) == 3
 
     def _checked_loss(self, loss):
         return loss_of_outputs(loss, self.output_activation is None)
