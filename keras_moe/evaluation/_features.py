@@ -89,10 +89,10 @@ def extract_outputs(
     features, labels, size = [], [], 0
     for images, batch_labels in batches:
         # The tensors of tf.data may belong to another backend.
-        images = to_numpy(images)
+        images = keras.tree.map_structure(to_numpy, images)
         # A model's prediction step is compiled; calling the model is not.
         if isinstance(model, keras.Model):
-            size = max(size, len(images))
+            size = max(size, len(keras.tree.flatten(images)[0]))
             output = predict_batch(model, images, size)
         else:
             output = model(images)

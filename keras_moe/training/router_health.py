@@ -32,7 +32,7 @@ from keras_moe.analysis.routing import (
 from keras_moe.analysis.usage import (
     ExpertUsage,
     UsageProbe,
-    masks_padding,
+    routed_tokens,
     merged_usage,
 )
 from keras_moe.training.callbacks import (
@@ -235,7 +235,7 @@ class _RoutingProbe(Hooked):
                 self.selected[name] = getattr(router, "num_selected_experts", None)
                 biases[name] = getattr(router, "selection_bias", None)
         object.__setattr__(self, "_biases", biases)
-        self.without_padding = [name for name in routing if masks_padding(model, name)]
+        object.__setattr__(self, "_of", model)
 
     def rows(self, inputs):
         """Returns the figures of each layer."""
@@ -248,9 +248,7 @@ class _RoutingProbe(Hooked):
         }
         records, rows = predict_batch(self, inputs), []
         for name, selected in self.selected.items():
-            mask = None
-            if name in self.without_padding:
-                mask = np.asarray(inputs["padding_mask"], bool)
+            mask = routed_tokens(self._of, name, inputs)
             figures = routing_statistics(records[name], selected, mask)
             shares = figures.expert_shares
             row = {"layer": name, **figures.to_dict()}

@@ -15,6 +15,7 @@ from keras import ops, tree
 from keras_moe._checks import check_class_labels, fits_shape, outer_stack_level, unfit
 from keras_moe._types import KerasModel
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
+from keras_moe.models.preprocessing.patches import budget
 
 
 def check_labels(labels: object, num_classes: int, loss: object) -> None:
@@ -91,13 +92,36 @@ def is_array(value: object) -> bool:
     return isinstance(value, np.ndarray) or ops.is_tensor(value)
 
 
-def check_inputs(model: KerasModel, inputs: object) -> None:
-    """Checks the shapes of input arrays."""
+def check_inputs(model: KerasModel, inputs: object, owner: Any = None) -> None:
+    """Checks the shapes of input arrays; `owner` has the backbone, if not `model`."""
     symbolic_inputs = tree.flatten(model.input)
+    if any(symbolic.name == "grids" for symbolic in symbolic_inputs):
+        _check_patches(owner or model, inputs)
     if not isinstance(inputs, dict):
         inputs = {symbolic_inputs[0].name: inputs} if len(symbolic_inputs) == 1 else {}
     for symbolic in symbolic_inputs:
         _check_shape(symbolic.name, inputs.get(symbolic.name), symbolic.shape[1:])
+
+
+def _check_patches(model, inputs):
+    """Raises ValueError if patches and grids of images do not fit."""
+    most = budget(getattr(model, "backbone", model).config)["max_patches"]
+    if not isinstance(inputs, dict):
+        if is_array(inputs):
+            expected = "a dict of patches and grids, as pad_patches makes it"
+            raise unfit(expected, shape=tuple(inputs.shape))
+        return
+    patches: Any = inputs.get("patches")
+    grids = array_values(inputs.get("grids"))
+    longest = patches.shape[1] if is_array(patches) and patches.ndim == 3 else most
+    if longest > most:
+        raise unfit(f"at most max_patches={most}", shape=tuple(patches.shape))
+    if grids is None or grids.ndim != 2 or grids.shape[1] != 2 or not grids.size:
+        return
+    fits = (grids.min(axis=1) > 0) & (grids.prod(axis=1) <= longest)
+    if grids.dtype.kind not in "iu" or not fits.all():
+        expected = f"grids, integers whose products are from 1 to {longest} patches"
+        raise unfit(expected, grid=grids[np.argmin(fits)].tolist())
 
 
 def check_training(model: Any, inputs: object, labels: object) -> None:

@@ -64,14 +64,15 @@ class _TeacherHead(Layer):
         if self.pooler is not None:
             self.pooler.build(shape)
 
-    def call(self, tokens: Tensor) -> tuple[Any, Any]:
+    def call(self, tokens: Tensor, mask: Tensor | None = None) -> tuple[Any, Any]:
         x = inner_call(self.norm, inner_call(self.hidden, tokens))
         x = inner_call(self.output_dense, ops.gelu(x, approximate=False))
-        return x, x[:, 0] if self.pooler is None else self.pooler(x)
+        return x, x[:, 0] if self.pooler is None else self.pooler(x, mask=mask)
 
-    def compute_output_shape(self, input_shape):
-        batch, length, _ = input_shape
-        return (batch, length, self.dim), (batch, self.dim)
+    def compute_output_spec(self, tokens, mask=None):
+        batch, length, _ = tokens.shape
+        shapes = (batch, length, self.dim), (batch, self.dim)
+        return tuple(keras.KerasTensor(x, self.compute_dtype) for x in shapes)
 
     def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         num_tokens, dim = shape
@@ -117,7 +118,8 @@ class TeacherFeatures(MoETask, keras_hub.models.Task):
         **kwargs: `name` and `trainable`, and `preprocessor`.
 
     Output shape: dict of `"<teacher>"`, summaries (B, T), and `"<teacher>_grid"`,
-    patches (B, rows, columns, T). `features` has these and the backbone's own.
+    patches (B, rows, columns, T), or for images of any shape `"<teacher>_patches"`
+    (B, L, T). `features` has these and the backbone's own.
 
     Reference: *SigLino*.
 
@@ -156,7 +158,7 @@ class TeacherFeatures(MoETask, keras_hub.models.Task):
             if not is_name or not isinstance(settings, dict) or "dim" not in settings:
                 raise unfit("names with dicts of at least dim", teachers=teachers)
             check_argument_names(settings, list(_SETTINGS), "a teacher")
-            own = {name, f"{name}_grid"}
+            own = {name, f"{name}_grid", f"{name}_patches"}
             if own & taken:
                 expected = f"names that are no features, such as {sorted(taken)}"
                 raise unfit(expected, name=name)
@@ -173,13 +175,13 @@ class TeacherFeatures(MoETask, keras_hub.models.Task):
 
             # === Functional model ===
             encoded = backbone(backbone.input)
-            features = {name: head(encoded) for name, head in heads.items()}
-        outputs, first = {}, 1 + config.register_tokens
+            mask = backbone.token_mask(backbone.input)
+            features = {name: head(encoded, mask) for name, head in heads.items()}
+        outputs: dict[str, Any] = {}
         for name, (tokens, summary) in features.items():
-            patches = ops.reshape(
-                tokens[:, first:], (-1, *backbone.grid, tokens.shape[-1])
-            )
-            outputs.update({name: summary, f"{name}_grid": patches})
+            outputs[name] = summary
+            for kind, patches in backbone.patches_of(tokens).items():
+                outputs[f"{name}_{kind}"] = patches
         features = {**backbone.features, **outputs}
         super().__init__(
             backbone.input, outputs, features, dict(backbone.routing), **kwargs
