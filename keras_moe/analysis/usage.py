@@ -350,7 +350,7 @@ def routed_tokens(model: KerasModel, name: str, inputs: Any) -> np.ndarray | Non
         return np.asarray(inputs["padding_mask"], bool)
     if not isinstance(inputs, dict) or "grids" not in inputs or "text/" in name:
         return None
-    backbone = getattr(model, "backbone", model)
+    backbone: Any = getattr(model, "backbone", model)
     if name.startswith("image/"):
         backbone = backbone.tower_backbone("image")
     index = np.arange(backbone.first_patch + inputs["patches"].shape[1])

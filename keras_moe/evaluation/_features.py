@@ -1,6 +1,7 @@
 """Features (N, F) of N examples: validation, and extraction from a model."""
 
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
@@ -89,7 +90,7 @@ def extract_outputs(
     features, labels, size = [], [], 0
     for images, batch_labels in batches:
         # The tensors of tf.data may belong to another backend.
-        images = keras.tree.map_structure(to_numpy, images)
+        images: Any = keras.tree.map_structure(to_numpy, images)
         # A model's prediction step is compiled; calling the model is not.
         if isinstance(model, keras.Model):
             size = max(size, len(keras.tree.flatten(images)[0]))

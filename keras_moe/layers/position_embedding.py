@@ -176,7 +176,8 @@ class PositionEmbedding(Layer):
         if self.kind == "sincos":
             quarter = embedding.shape[2] // 4
             omega = 1.0 / 10000 ** (np.arange(quarter) / (quarter - 1))
-            angles = ops.expand_dims(place, -1) * omega.astype("float32")
+            omega = ops.convert_to_tensor(omega.astype("float32"))
+            angles = ops.expand_dims(place, -1) * omega
             y, x = ops.unstack(angles, axis=2)
             parts = [ops.sin(x), ops.cos(x), ops.sin(y), ops.cos(y)]
             patches = ops.concatenate(parts, axis=-1)
@@ -329,7 +330,8 @@ class RotaryEmbedding2D(Layer):
         if self.kind == "golden":
             return ops.einsum("bnp,hfp->bnhf", places, self.frequencies)
         frequencies = 2 * np.pi * self.base ** -(np.arange(0, key_dim, 4) / key_dim)
-        angles = ops.expand_dims(places, -1) * frequencies.astype("float32")
+        frequencies = ops.convert_to_tensor(frequencies.astype("float32"))
+        angles = ops.expand_dims(places, -1) * frequencies
         return ops.reshape(angles, (*ops.shape(places)[:2], 1, key_dim // 2))
 
     def call(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -438,7 +440,7 @@ class PatchPositions(Layer):
 
 def _weights_at(place, size, old, interpolation):
     """Weights (B, N, old) of a table's rows for the row `place` (B, N) of `size`."""
-    rows = np.arange(old, dtype="float32")
+    rows = ops.convert_to_tensor(np.arange(old, dtype="float32"))
     if interpolation == "bilinear":
         centre = place * (old - 1) / ops.maximum(size - 1, 1)
         return ops.relu(1 - ops.abs(ops.expand_dims(centre, -1) - rows))

@@ -32,8 +32,8 @@ from keras_moe.analysis.routing import (
 from keras_moe.analysis.usage import (
     ExpertUsage,
     UsageProbe,
-    routed_tokens,
     merged_usage,
+    routed_tokens,
 )
 from keras_moe.training.callbacks import (
     EventFile,

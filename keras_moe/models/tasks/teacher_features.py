@@ -14,7 +14,10 @@ from keras_moe._types import Config, Tensor
 from keras_moe.layers import AttentionPooling, LayerNorm
 from keras_moe.layers._layer import Layer, inner_call, projection
 from keras_moe.models.backbones.vit import ViTBackbone
+from keras_moe.models.loading._sources import ModelSource, TaskConfig
 from keras_moe.models.loading.blueprint import Part
+from keras_moe.models.preprocessing.images import ImagePreprocessor
+from keras_moe.models.preprocessing.patches import budget
 from keras_moe.models.registry import register_task
 from keras_moe.models.tasks.base import MoETask, check_task
 from keras_moe.ops._initializers import initial_values
@@ -167,6 +170,8 @@ class TeacherFeatures(MoETask, keras_hub.models.Task):
             raise unfit("a backbone with a class token", class_token=False)
 
         # === Layers ===
+        if isinstance(preprocessor, ImagePreprocessor):
+            preprocessor.check_model(backbone)
         self.backbone, self.preprocessor = backbone, preprocessor
         config = backbone.config
         with initial_values(config.seed, type(self).__name__):
@@ -189,6 +194,17 @@ class TeacherFeatures(MoETask, keras_hub.models.Task):
 
         # === Config ===
         self.teachers = {name: dict(x) for name, x in teachers.items()}
+
+    @classmethod
+    def config_from(
+        cls, source: ModelSource, overrides: dict, backbone_config: dict
+    ) -> TaskConfig:
+        config = {**source.task_config(), **overrides}
+        images = config.get("preprocessor")
+        if isinstance(images, ImagePreprocessor) and "preprocessor" not in overrides:
+            shape = backbone_config["image_shape"]
+            config["preprocessor"] = images.adapted(shape, **budget(backbone_config))
+        return TaskConfig(config)
 
     def get_config(self):
         return {**super().get_config(), "teachers": dict(self.teachers)}
