@@ -37,6 +37,7 @@ class _TeacherHead(Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
+        self.supports_masking = True
         self.dim = check_integer("dim", dim)
         self.num_heads, self.mlp_dim = num_heads, mlp_dim
         if num_heads is None and mlp_dim is not None:
@@ -71,6 +72,9 @@ class _TeacherHead(Layer):
         x = inner_call(self.norm, inner_call(self.hidden, tokens))
         x = inner_call(self.output_dense, ops.gelu(x, approximate=False))
         return x, x[:, 0] if self.pooler is None else self.pooler(x, mask=mask)
+
+    def compute_mask(self, tokens, previous_mask=None):
+        return None, None
 
     def compute_output_spec(self, tokens, mask=None):
         batch, length, _ = tokens.shape
