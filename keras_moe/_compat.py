@@ -55,6 +55,7 @@ from keras.src.saving.saving_lib import H5IOStore, safe_get_h5_dataset
 # `keras.saving.save_weights` asks like this before it replaces a file.
 from keras.src.utils.io_utils import ask_to_proceed_with_overwrite
 
+from keras_moe._checks import unfit
 from keras_moe._types import Activation, Config, DType
 
 # Layers.
@@ -363,10 +364,8 @@ def variables_without_values() -> Iterator[None]:
 def _placeholder(path, shape, dtype=None):
     """What reading a variable without a value gives, where only shapes matter."""
     if not in_symbolic_scope():
-        raise ValueError(
-            "Expected a model with weights; received: one of `models.abstract`, whose "
-            f"{path} has no value"
-        )
+        expected = "a model with weights"
+        raise unfit(expected, f"one of `models.abstract`, whose {path} has no value")
     return keras.ops.zeros(shape, dtype)
 
 

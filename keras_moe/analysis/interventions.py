@@ -276,10 +276,8 @@ def moe_block(model: KerasModel, name: str) -> keras.layers.Layer:
     # Records of token mixers are named "block_0/token_mixer".
     blocks = [key for key in getattr(backbone, "routing", {}) if "/" not in key]
     if name not in blocks:
-        raise ValueError(
-            f"Expected the name of an MoE block, one of {blocks}; "
-            f"received: {name!r} of {type(model).__name__}"
-        )
+        expected = f"the name of an MoE block, one of {blocks}"
+        raise unfit(expected, f"{name!r} of {type(model).__name__}")
     return backbone.get_layer(name)
 
 
@@ -287,10 +285,8 @@ def mumoe_head(model: KerasModel) -> keras.layers.Layer:
     """The muMoE head of a classifier."""
     head = getattr(model, "head", None)
     if head is None or not hasattr(model, "routing"):
-        raise ValueError(
-            "Expected a classifier with a muMoE head; received: "
-            f"{type(model).__name__} without head"
-        )
+        expected = "a classifier with a muMoE head"
+        raise unfit(expected, f"{type(model).__name__} without head")
     return head
 
 
@@ -321,10 +317,8 @@ def exclude_experts(model: Any, experts: Experts) -> Any:
     """
     backbone = getattr(model, "backbone", model)
     if not hasattr(backbone.moe, "router_arguments"):
-        raise ValueError(
-            "Expected a model with MoE blocks, whose routers choose experts; received: "
-            f"{type(model).__name__} with moe={backbone.moe}"
-        )
+        expected = "a model with MoE blocks, whose routers choose experts"
+        raise unfit(expected, f"{type(model).__name__} with moe={backbone.moe}")
     before = backbone.moe.router_arguments.get("excluded_experts", ())
     excluded = {*before, *numbers_of(experts, backbone.expert_types)}
     return model.with_router_arguments(excluded_experts=sorted(excluded))

@@ -7,6 +7,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 import keras_moe
+from keras_moe._checks import unfit
 from keras_moe.cli._arguments import (
     FIRST,
     Result,
@@ -43,10 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: "Console") -> Result:
     overrides = model_overrides(args.set, OWN)
     if (args.list is not None) == bool(args.preset or overrides):
-        raise ValueError(
-            "Expected a preset, or --list alone; received: "
-            f"preset={args.preset!r}, --list={args.list!r}"
-        )
+        expected = "a preset, or --list alone"
+        raise unfit(expected, f"preset={args.preset!r}, --list={args.list!r}")
     if args.list is not None:
         return listed(args.list, args.num_classes)
     description = keras_moe.models.describe(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import keras_moe
+from keras_moe._checks import unfit
 from keras_moe.cli._arguments import (
     FIRST,
     Result,
@@ -149,10 +150,7 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
                 f"{'' if compiles else 'out'} --compile; received: {value!r}"
             )
     if (args.preset is None) == (args.recipe is None):
-        raise ValueError(
-            "Expected a model or --recipe; received: "
-            f"{'neither' if args.recipe is None else 'both'}"
-        )
+        raise unfit("a model or --recipe", "neither" if args.recipe is None else "both")
     recipe = None if args.recipe is None else take_recipe(args)
     if args.batch_size is None:
         raise ValueError("Expected --batch-size with a model; received: none")
@@ -196,10 +194,8 @@ def take_recipe(args: argparse.Namespace) -> "Recipe":
         try:
             args.num_classes = recipe.objective.num_classes(recipe.data)
         except OSError as error:
-            raise ValueError(
-                "Expected --num-classes with a recipe whose data is not here; "
-                f"received: {recipe.data.source!r} ({error})"
-            ) from error
+            expected = "--num-classes with a recipe whose data is not here"
+            raise unfit(expected, f"{recipe.data.source!r} ({error})") from error
     return recipe
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras_moe
+from keras_moe._checks import unfit
 from keras_moe.cli._arguments import (
     Result,
     add_batch_size,
@@ -369,16 +370,12 @@ def zero_shot_prompts(examples: Examples, args: argparse.Namespace) -> Prompts:
         indices = subset.indices(own, count)
         return Prompts(names_in_subset(names, subset), templates, subset, indices)
     if not args.class_names and own is None:
-        raise ValueError(
-            "Expected --class-names for --metrics zero_shot; received: "
-            f"{examples.source!r}, whose classes have no names"
-        )
+        expected = "--class-names for --metrics zero_shot"
+        raise unfit(expected, f"{examples.source!r}, whose classes have no names")
     names = evaluation.read_class_names(args.class_names or own or ())
     if len(names) != count:
-        raise ValueError(
-            f"Expected names of the {count} classes of {examples.source!r}; received: "
-            f"{len(names)} names"
-        )
+        expected = f"names of the {count} classes of {examples.source!r}"
+        raise unfit(expected, f"{len(names)} names")
     return Prompts(names, templates)
 
 

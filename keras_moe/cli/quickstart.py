@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras_moe
+from keras_moe._checks import unfit
 from keras_moe.cli._arguments import Result, add_count, add_run, verbosity
 
 if TYPE_CHECKING:
@@ -141,10 +142,8 @@ def save_and_load(model: "ImageClassifier", folder: Path, images: "np.ndarray") 
     loaded = keras_moe.models.from_preset(str(folder))
     before, after = (x.predict(images, verbose=0) for x in (model, loaded))
     if not np.array_equal(before, after):
-        raise ValueError(
-            "Expected the loaded preset's predictions to be the saved model's; "
-            f"received: a difference of {np.abs(before - after).max():.2g}"
-        )
+        expected = "the loaded preset's predictions to be the saved model's"
+        raise unfit(expected, f"a difference of {np.abs(before - after).max():.2g}")
 
 
 def routing_statistics(

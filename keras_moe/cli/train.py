@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras_moe
+from keras_moe._checks import unfit
 from keras_moe.cli._arguments import (
     RESUMES,
     Result,
@@ -148,10 +149,8 @@ def run(args: argparse.Namespace, console: "Console") -> Result | None:
 
     begin = time.perf_counter()
     if args.list == bool(args.recipe):
-        raise ValueError(
-            f"Expected a recipe, or --list alone; received: recipe={args.recipe!r}, "
-            f"--list={args.list}"
-        )
+        expected = "a recipe, or --list alone"
+        raise unfit(expected, f"recipe={args.recipe!r}, --list={args.list}")
     if args.list:
         return listed()
     check_options(args)
@@ -211,10 +210,8 @@ def check_options(args: argparse.Namespace) -> None:
     if args.restart and args.extend:
         raise ValueError("Expected --restart or --extend; received: both")
     if (args.shots or args.few_shot_data) and not args.few_shot_every:
-        raise ValueError(
-            "Expected --few-shot-every with --shots and --few-shot-data; received: "
-            f"--few-shot-every {args.few_shot_every}"
-        )
+        expected = "--few-shot-every with --shots and --few-shot-data"
+        raise unfit(expected, f"--few-shot-every {args.few_shot_every}")
     if args.cooldown and not args.branch_from:
         raise ValueError("Expected --branch-from with --cooldown; received: none")
     if args.wandb is not None:
@@ -377,10 +374,8 @@ def new_few_shot(args: argparse.Namespace, recipe: "Recipe", model: "MoETask") -
         source = recipe.data.source
         splits = (recipe.data.train_split, recipe.data.test_split)
     if not isinstance(source, str):
-        raise ValueError(
-            "Expected --few-shot-data with --few-shot-every on a mixture of sources; "
-            f"received: {source}"
-        )
+        expected = "--few-shot-data with --few-shot-every on a mixture of sources"
+        raise unfit(expected, source)
     shape, folder = model.backbone.image_shape, args.data_dir
     pools = [
         keras_moe.data.load(source, split, shape, shuffle=False, data_dir=folder)
@@ -399,10 +394,8 @@ def new_retrieval(args: argparse.Namespace, recipe: "Recipe", model: "MoETask") 
     source, split, data_dir = config.evaluated_source, config.test_split, args.data_dir
     of_pairs = isinstance(objective, keras_moe.training.Contrastive)
     if not of_pairs or not has_captions(source, split, data_dir):
-        raise ValueError(
-            "Expected a recipe of pairs with captions of their own with "
-            f"--retrieval-every; received: {recipe.name} on {source!r}"
-        )
+        expected = "a recipe of pairs with captions of their own with --retrieval-every"
+        raise unfit(expected, f"{recipe.name} on {source!r}")
     options = config.test_pair_options(data_dir)
     pairs = keras_moe.data.load_pairs(
         source,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe._checks import check_positive
+from keras_moe._checks import check_positive, unfit
 from keras_moe._templates import PLACE, fill, read_templates
 from keras_moe._types import Tensor
 from keras_moe.data._examples import (
@@ -149,16 +149,12 @@ def captioned_arrays(images: Any, captions: Sequence[Any]) -> IndexedExamples:
     """Examples from an array of images with one or more captions each."""
     images = np.asarray(images)
     if images.ndim != 4 or images.dtype != np.uint8 or images.shape[-1] not in (1, 3):
-        raise ValueError(
-            "Expected images of uint8 (images, height, width, 1 or 3); received: "
-            f"shape={images.shape}, dtype={images.dtype}"
-        )
+        expected = "images of uint8 (images, height, width, 1 or 3)"
+        raise unfit(expected, f"shape={images.shape}, dtype={images.dtype}")
     captions = [captions] if isinstance(captions, (str, bytes)) else captions
     if len(images) != len(captions):
-        raise ValueError(
-            "Expected a caption, or a sequence of captions, for each image; received: "
-            f"{len(images)} images, {len(captions)} captions"
-        )
+        expected = "a caption, or a sequence of captions, for each image"
+        raise unfit(expected, f"{len(images)} images, {len(captions)} captions")
     pixels = tf.constant(images)
     names = [f"image {index}" for index in range(len(images))]
     return captioned(captions, names, {}, lambda index: pixels[index], lambda x: x)
@@ -329,10 +325,8 @@ def mixed(datasets: list) -> Any:
     """Concatenates batches of several sources, in the order of the sources."""
     keys = {tuple(sorted(dataset.element_spec[1])) for dataset in datasets}
     if len(keys) > 1:
-        raise ValueError(
-            "Expected captions in all sources of a mixture, or stored tokens in all; "
-            f"received: {keys}"
-        )
+        expected = "captions in all sources of a mixture, or stored tokens in all"
+        raise unfit(expected, keys)
 
     def join(*batches):
         images = tf.concat([images for images, _ in batches], axis=0)

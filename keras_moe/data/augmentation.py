@@ -318,9 +318,7 @@ def _build_step(item: Any, image_shape: tuple[int, int, int], seed: int) -> Step
     if isinstance(item, (str, dict)):
         item = _by_name(item, image_shape, seed)
     if not callable(item) or inspect.isclass(item):
-        raise ValueError(
-            f"Expected an augmentation's name, a layer or a function; received: {item}"
-        )
+        raise unfit("an augmentation's name, a layer or a function", item)
     is_layer = isinstance(item, keras.layers.Layer)
     mixes_labels = _mixes_labels(item)
     is_stateless = takes_seeds(item) if is_layer else has_argument(item, "seed")

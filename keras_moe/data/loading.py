@@ -143,10 +143,8 @@ class PairOptions(_Options):
             return self.exclude
         exclude = self.exclude if len(self.exclude) else {}
         if not isinstance(exclude, Mapping) or {*exclude} - {*source}:
-            raise ValueError(
-                f"Expected exclude as a dict of the sources of a mixture, {[*source]}; "
-                f"received: exclude={self.exclude!r:.100}"
-            )
+            expected = f"exclude as a dict of the sources of a mixture, {[*source]}"
+            raise unfit(expected, f"exclude={self.exclude!r:.100}")
         return exclude.get(name, ())
 
 
@@ -377,10 +375,8 @@ def load_pairs(
 def _tokenized(dataset, tokenizer):
     """Returns (inputs, ids) of batches of images and texts."""
     if tokenizer is not None and "captions" not in dataset.element_spec[1]:
-        raise ValueError(
-            "Expected tokenizer=None with stored tokens; received: "
-            f"tokenizer={tokenizer!r:.100}"
-        )
+        expected = "tokenizer=None with stored tokens"
+        raise unfit(expected, f"tokenizer={tokenizer!r:.100}")
 
     def arranged(images, texts):
         texts = dict(texts)
@@ -555,18 +551,14 @@ def load_rows(
 def _in_memory_rows(rows, name):
     arrays = {key: np.asarray(value) for key, value in rows.items()}
     if len({len(array) for array in arrays.values()}) != 1:
-        raise ValueError(
-            "Expected rows as a dict of arrays of one length; received: "
-            f"{ {key: array.shape for key, array in arrays.items()} }"
-        )
+        expected = "rows as a dict of arrays of one length"
+        raise unfit(expected, "{key: array.shape for key, array in arrays.items()}")
     for key, array in arrays.items():
         if array.dtype.kind not in "biu" or (
             array.size and not -(2**31) <= array.min() <= array.max() < 2**31
         ):
-            raise ValueError(
-                f"Expected {key} to be integers of 32 bits; received: "
-                f"dtype={array.dtype}, up to {array.max(initial=0)}"
-            )
+            expected = f"{key} to be integers of 32 bits"
+            raise unfit(expected, f"dtype={array.dtype}, up to {array.max(initial=0)}")
     tensors = {key: tf.constant(array) for key, array in arrays.items()}
     return IndexedExamples(
         len(next(iter(arrays.values()))),

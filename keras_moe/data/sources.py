@@ -138,10 +138,8 @@ def load_texts(source: str, split: str, data_dir: str | None = None) -> tuple[st
     open_texts, name = _find(source, "open_texts")
     texts = tuple(open_texts(name, split, data_dir))
     if not texts:
-        raise ValueError(
-            f"Expected documents in the split; received: none in source={source!r}, "
-            f"split={split!r}"
-        )
+        expected = "documents in the split"
+        raise unfit(expected, f"none in source={source!r}, split={split!r}")
     return texts
 
 

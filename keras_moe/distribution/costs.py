@@ -244,10 +244,8 @@ def costs(
         towers, model = blueprint.unbuilt_towers(), blueprint.describe()
     check_integer("text_tokens", text_tokens, minimum=0)
     if text_tokens and model.example != "image":
-        raise ValueError(
-            "Expected text_tokens=0 for a model that has its own texts; received: "
-            f"text_tokens={text_tokens}"
-        )
+        expected = "text_tokens=0 for a model that has its own texts"
+        raise unfit(expected, f"text_tokens={text_tokens}")
     texts = (text_tokens,) if text_tokens else ()
     blocks = [(tower, block) for tower in towers for block in tower.blocks]
     layouts = layouts_of_blocks(

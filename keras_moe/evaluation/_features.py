@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from keras_moe._batches import read_batches
+from keras_moe._checks import unfit
 from keras_moe._processes import predict_batch
 
 # Number of indices that an error lists.
@@ -29,10 +30,8 @@ def check_matrix(name: str, array: ArrayLike, dim: int | None = None) -> np.ndar
     is_real = array.dtype.kind in "fiubV"
     fits = array.ndim == 2 and array.size and dim in (None, array.shape[1])
     if not is_real or not fits:
-        raise ValueError(
-            f"Expected {name}, real numbers of shape (examples, {dim or 'dim'}); "
-            f"received: shape={array.shape}, dtype={array.dtype}"
-        )
+        expected = f"{name}, real numbers of shape (examples, {dim or 'dim'})"
+        raise unfit(expected, f"shape={array.shape}, dtype={array.dtype}")
     return array
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from keras_moe._checks import check_integer
+from keras_moe._checks import check_integer, unfit
 from keras_moe._types import Config, KerasModel
 from keras_moe.evaluation._features import (
     check_features,
@@ -81,10 +81,8 @@ def sample_shots(
     shots = check_integer("shots", shots)
     counts = np.bincount(labels, minlength=num_classes)
     if counts.min() < shots:
-        raise ValueError(
-            f"Expected at least shots={shots} examples of every class; received: "
-            f"{counts.min()} of class {counts.argmin()}"
-        )
+        expected = f"at least shots={shots} examples of every class"
+        raise unfit(expected, f"{counts.min()} of class {counts.argmin()}")
     rng = np.random.default_rng(seed)
     # All examples are permuted, whatever k is, so that draws of one seed are nested (1
     # shot within 5), as in V-MoE's evaluator.
@@ -233,9 +231,7 @@ def linear_probe(
     features, l2s = check_features("train_features", train_features), check_l2s(l2s)
     labels = check_labels("train_labels", train_labels, len(features))
     if len(labels) < 2:
-        raise ValueError(
-            f"Expected at least 2 training examples; received: {len(labels)}"
-        )
+        raise unfit("at least 2 training examples", len(labels))
     if num_classes is None:
         num_classes = int(max(labels.max(), to_numpy(test_labels).max())) + 1
     order = np.random.default_rng(0).permutation(len(labels))

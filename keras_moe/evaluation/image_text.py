@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from keras_moe._batches import read_iterable
-from keras_moe._checks import check_integer, import_extra
+from keras_moe._checks import check_integer, import_extra, unfit
 from keras_moe._templates import Template
 from keras_moe.evaluation._features import extract_features, to_numpy
 from keras_moe.evaluation.retrieval import (
@@ -187,10 +187,8 @@ def zero_shot_from_model(
 def names_in_subset(class_names: Sequence[str], subset: ClassSubset) -> tuple[str, ...]:
     """The names of a subset's classes."""
     if len(class_names) != 1000:
-        raise ValueError(
-            "Expected names of ImageNet's 1,000 classes for those of "
-            f"{subset.name}; received: {len(class_names)} names"
-        )
+        expected = f"names of ImageNet's 1,000 classes for those of {subset.name}"
+        raise unfit(expected, f"{len(class_names)} names")
     return tuple(class_names[int(number)] for number in subset.numbers)
 
 
@@ -338,9 +336,7 @@ def _to_arrays(batch):
     ids = {name: to_numpy(x) for name, x in (ids or {}).items()}
     shapes = {name: x.shape for name, x in {**inputs, **ids}.items()}
     if len({shape[:1] for shape in shapes.values()}) != 1:
-        raise ValueError(
-            f"Expected one image, text and id for each pair; received: {shapes}"
-        )
+        raise unfit("one image, text and id for each pair", shapes)
     if "captions" in inputs:
         # Those of tf.data are bytes.
         captions = [

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from numpy.typing import ArrayLike
 
-from keras_moe._checks import check_integer
+from keras_moe._checks import check_integer, unfit
 from keras_moe._types import Config, KerasModel
 from keras_moe.evaluation._features import (
     check_features,
@@ -116,17 +116,12 @@ def segmentation_probe(
     if num_classes is None:
         num_classes = highest + 1
     if highest < 0 or highest >= check_integer("num_classes", num_classes):
-        raise ValueError(
-            f"Expected labels of pixels in [0, {num_classes}), and at least one; "
-            f"received: {highest if highest >= 0 else 'none'}"
-        )
+        expected = f"labels of pixels in [0, {num_classes}), and at least one"
+        raise unfit(expected, highest if highest >= 0 else "none")
     labels = patch_labels(train_masks, train.shape[1:3], num_classes)
     labelled = np.flatnonzero((labels >= 0).any(axis=(1, 2)))
     if len(labelled) < 2:
-        raise ValueError(
-            "Expected at least 2 training images with labelled pixels; "
-            f"received: {len(labelled)}"
-        )
+        raise unfit("at least 2 training images with labelled pixels", len(labelled))
     order = np.random.default_rng(0).permutation(labelled)
     held, rest = np.split(order, [max(len(order) // 5, 1)])
     # Patches of an image are alike, so whole images are held out.
@@ -231,10 +226,7 @@ def _check_grids(name, features, dim=None) -> np.ndarray:
     """Checks that features (N, h, w, F) are finite; returns float64."""
     array = to_numpy(features)
     if array.ndim != 4:
-        raise ValueError(
-            f"Expected {name} of shape (images, rows, columns, dim); "
-            f"received: shape={array.shape}"
-        )
+        raise unfit(f"{name} of shape (images, rows, columns, dim)", shape=array.shape)
     flat = check_features(name, array.reshape(-1, array.shape[-1]), dim)
     return flat.reshape(array.shape)
 

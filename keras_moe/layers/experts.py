@@ -492,10 +492,8 @@ class ZeroComputationExperts(Layer):
 
     def call(self, tokens: Tensor, weights: Tensor) -> Tensor:
         if weights.shape[-1] != self.num_experts:
-            raise ValueError(
-                f"Expected weights of num_experts={self.num_experts}; "
-                f"received: weights.shape={tuple(weights.shape)}"
-            )
+            expected = f"weights of num_experts={self.num_experts}"
+            raise unfit(expected, f"weights.shape={tuple(weights.shape)}")
         tokens = ops.cast(tokens, self.compute_dtype)
         first = self.zero_experts
         copied = weights[..., first : first + self.copy_experts]

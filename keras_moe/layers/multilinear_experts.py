@@ -329,10 +329,8 @@ class MultilinearExperts(Layer):
         sources: Sequence[tuple] | None = None,
     ) -> Tensor:
         if len(coefficients) != len(self.num_experts):
-            raise ValueError(
-                f"Expected coefficients for each level of num_experts="
-                f"{self.num_experts}; received: {len(coefficients)}"
-            )
+            expected = f"coefficients for each level of num_experts={self.num_experts}"
+            raise unfit(expected, len(coefficients))
         coefficients = [ops.cast(a, inputs.dtype) for a in coefficients]
         if self.compute_dtype != "float32":
             # Keras has cast the sources, so they no longer match the coefficients.
@@ -363,9 +361,7 @@ class MultilinearExperts(Layer):
             if len(levels) != len(counts) or not all(
                 i in range(count) for i, count in zip(levels, counts)
             ):
-                raise ValueError(
-                    f"Expected experts of num_experts={counts}; received: {index}"
-                )
+                raise unfit(f"experts of num_experts={counts}", index)
             matrices.append(tensors.expert_matrix(factors, levels, self.factorization))
         return ops.stack(matrices)
 

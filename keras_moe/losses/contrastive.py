@@ -17,6 +17,7 @@ from keras_moe._checks import (
     check_concrete,
     check_one_of,
     check_positive,
+    unfit,
 )
 from keras_moe._types import Tensor
 from keras_moe.losses._pairs import (
@@ -257,10 +258,8 @@ def mean_over_pairs(losses: Tensor, sample_weight: Tensor | None = None) -> Tens
     if len(losses.shape) == 0:
         return losses
     if len(losses.shape) > 1:
-        raise ValueError(
-            "Expected a loss that is a scalar or a number for each pair, (batch,); "
-            f"received: shape={tuple(losses.shape)}"
-        )
+        expected = "a loss that is a scalar or a number for each pair, (batch,)"
+        raise unfit(expected, shape=tuple(losses.shape))
     if sample_weight is None:
         return ops.mean(losses)
     weights = ops.cast(sample_weight, losses.dtype)

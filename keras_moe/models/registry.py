@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 import keras
 
-from keras_moe._checks import check_argument_names, nearest
+from keras_moe._checks import check_argument_names, nearest, unfit
 from keras_moe._files import shipped_files
 from keras_moe._types import KerasModel
 
@@ -105,10 +105,8 @@ def register_task(cls: T) -> T:
     """
     for name, kind in (("backbone_cls", type), ("task_name", str)):
         if not isinstance(getattr(cls, name, None), kind):
-            raise ValueError(
-                f"Expected a task with {name}; received: "
-                f"{cls.__name__}.{name}={getattr(cls, name, None)!r}"
-            )
+            expected = f"a task with {name}"
+            raise unfit(expected, f"{cls.__name__}.{name}={getattr(cls, name, None)!r}")
     return _register(cls, _TASKS)
 
 
@@ -145,10 +143,8 @@ def register_presets(presets: Mapping[str, dict]) -> None:
     for name, spec in presets.items():
         check_argument_names(spec, _ENTRIES, f"the preset {name!r}")
         if not spec.keys() >= {"description", "backbone", "config"}:
-            raise ValueError(
-                f"Expected description, backbone and config of the preset {name!r}; "
-                f"received: {sorted(spec)}"
-            )
+            expected = f"description, backbone and config of the preset {name!r}"
+            raise unfit(expected, sorted(spec))
         spec = {**_OPTIONAL, **copy.deepcopy(dict(spec))}
         for part in ("backbone", "task"):
             if isinstance(spec[part], type):
@@ -164,17 +160,12 @@ def register_presets(presets: Mapping[str, dict]) -> None:
 def _register(cls, classes):
     name = keras.saving.get_registered_name(cls)
     if keras.saving.get_registered_object(name) is not cls:
-        raise ValueError(
-            "Expected a class under "
-            f"@keras.saving.register_keras_serializable(...); received: {cls!r}"
-        )
+        expected = "a class under @keras.saving.register_keras_serializable(...)"
+        raise unfit(expected, repr(cls))
     known = classes.get(cls.__name__, cls)
     # Notebook cells may run again.
     if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-        raise ValueError(
-            f"Expected a new name for {cls!r}; received: {cls.__name__}, the name of "
-            f"{known!r}"
-        )
+        raise unfit(f"a new name for {cls!r}", f"{cls.__name__}, the name of {known!r}")
     classes[cls.__name__] = cls
     return cls
 
@@ -260,10 +251,8 @@ def named_task_class(name: str) -> type:
 
 def _by_name(name, classes, kind):
     if name not in classes:
-        raise ValueError(
-            f"Expected the class of a registered {kind}; received: {name!r} "
-            f"({nearest(str(name), sorted(classes))})"
-        )
+        expected = f"the class of a registered {kind}"
+        raise unfit(expected, f"{name!r} ({nearest(str(name), sorted(classes))})")
     return classes[name]
 
 

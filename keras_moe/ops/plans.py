@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from keras import ops
 
-from keras_moe._checks import fits_shape
+from keras_moe._checks import fits_shape, unfit
 from keras_moe._types import Size, Tensor
 from keras_moe.ops._primitives import take_along_axis, vmap_groups
 from keras_moe.ops._rows import add_slots, combine_rows, gather_rows, gather_slots
@@ -576,8 +576,6 @@ def _check(name, value, sizes):
     """The value as a tensor (*sizes, dim); the plan knows the sizes."""
     value = ops.convert_to_tensor(value)
     if not fits_shape(value.shape, (*sizes, None)):
-        raise ValueError(
-            f"Expected {name} of shape {(*sizes, 'dim')}, as in the plan; "
-            f"received: {name}.shape={tuple(value.shape)}"
-        )
+        expected = f"{name} of shape {(*sizes, 'dim')}, as in the plan"
+        raise unfit(expected, f"{name}.shape={tuple(value.shape)}")
     return value

@@ -14,6 +14,7 @@ from keras_moe._checks import (
     check_one_of,
     check_selected,
     fits_shape,
+    unfit,
 )
 from keras_moe._types import Size, Tensor
 from keras_moe.ops._primitives import (
@@ -384,10 +385,8 @@ def _rank(priority, affinity, num_selected_experts):
     if priority is not None and not isinstance(priority, str):
         rank = ops.convert_to_tensor(priority)
         if not fits_shape(rank.shape, affinity.shape[:2]):
-            raise ValueError(
-                f"Expected numbers of shape {tuple(affinity.shape[:2])} as priority; "
-                f"received: priority.shape={tuple(rank.shape)}"
-            )
+            expected = f"numbers of shape {tuple(affinity.shape[:2])} as priority"
+            raise unfit(expected, f"priority.shape={tuple(rank.shape)}")
     elif check_one_of("priority", priority, PRIORITIES) == "first_come":
         return None
     # The affinity allocates, and the gates only weigh the outputs.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from keras import ops
 
-from keras_moe._checks import check_integer, check_mask
+from keras_moe._checks import check_integer, check_mask, unfit
 from keras_moe._types import Tensor
 from keras_moe.ops._primitives import max_along
 
@@ -55,10 +55,8 @@ def token_mass(logits: Tensor, mask: Tensor | None = None) -> Tensor:
 def check_matrix(name: str, matrix: Tensor, mask: Tensor | None) -> None:
     """Validates the shapes of a matrix (G, S, E) and a mask (G, S)."""
     if len(matrix.shape) != 3:
-        raise ValueError(
-            f"Expected {name} of shape (groups, tokens, experts); "
-            f"received: {name}.shape={tuple(matrix.shape)}"
-        )
+        expected = f"{name} of shape (groups, tokens, experts)"
+        raise unfit(expected, f"{name}.shape={tuple(matrix.shape)}")
     check_mask("mask", mask, matrix.shape[:2])
 
 

@@ -132,10 +132,7 @@ def _feature_model(model):
     if isinstance(features, Mapping):
         features = features.get("pooled")
     if features is None:
-        raise ValueError(
-            "Expected a classifier or a backbone with features; "
-            f"received: {type(model).__name__}"
-        )
+        raise unfit("a classifier or a backbone with features", type(model).__name__)
     return keras.Model(model.input, features)
 
 

@@ -18,6 +18,7 @@ from keras_moe._checks import (
     check_not_negative,
     check_one_of,
     check_positive,
+    unfit,
 )
 from keras_moe._compat import (
     count_batches,
@@ -504,7 +505,5 @@ class OptimizerConfig(Section):
                 **self.options,
             )
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"Expected further arguments of {self.name}; "
-                f"received: options={self.options!r} ({error})"
-            ) from error
+            expected = f"further arguments of {self.name}"
+            raise unfit(expected, f"options={self.options!r} ({error})") from error

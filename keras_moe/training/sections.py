@@ -32,10 +32,8 @@ class Section:
             value = getattr(self, field.name)
             for kind, article in ((str, "a string"), (dict, "a dict")):
                 if field.type is kind and not isinstance(value, kind):
-                    raise ValueError(
-                        f"Expected {field.name} to be {article}; "
-                        f"received: {field.name}={value!r}"
-                    )
+                    expected = f"{field.name} to be {article}"
+                    raise unfit(expected, f"{field.name}={value!r}")
             # Copied and normalised, as if it came from a file.
             object.__setattr__(self, field.name, json_copy(field.name, value))
 
@@ -62,9 +60,7 @@ def json_copy(name: str, value: Any) -> Any:
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"Expected {name} to be JSON; received: {name}={value!r}"
-        ) from error
+        raise unfit(f"{name} to be JSON", f"{name}={value!r}") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -374,9 +370,6 @@ class TextData(MixedData):
         super().__post_init__()
         for name in ("augment", "exclude", "unreadable"):
             if getattr(self, name):
-                raise ValueError(
-                    f"Expected no {name} for texts; received: "
-                    f"{name}={getattr(self, name)!r}"
-                )
+                raise unfit(f"no {name} for texts", f"{name}={getattr(self, name)!r}")
         # Packed rows and their tokenizer, by source and `data_dir`.
         object.__setattr__(self, "packed", {})

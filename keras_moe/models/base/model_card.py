@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import keras_hub
 
-from keras_moe._checks import check_number, check_one_of
+from keras_moe._checks import check_number, check_one_of, unfit
 from keras_moe._files import read_bytes, write_text
 from keras_moe._types import KerasModel
 from keras_moe.models import registry
@@ -99,9 +99,7 @@ class ModelCard:
 
     def __post_init__(self):
         if isinstance(self.tags, str):
-            raise ValueError(
-                f"Expected tags to be a list of strings; received: {self.tags!r}"
-            )
+            raise unfit("tags to be a list of strings", repr(self.tags))
         for result in self.results:
             check_number(result.metric, result.value)
         if self.picture is not None:
