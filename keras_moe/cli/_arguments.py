@@ -82,12 +82,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def add_command(commands: argparse._SubParsersAction, module: ModuleType) -> None:
-    """Adds the sub-command of a module, called like the module.
-
-    The module's docstring is the help. The module has `EXAMPLES`,
-    `add_arguments(parser)` and `run(args, console)`, which returns a `Result`; and, if
-    a second run resumes the first, `INTERRUPTED = RESUMES`.
-    """
+    """Adds the sub-command of a module, called like it, with its docstring as help."""
     name = module.__name__.rpartition(".")[2].replace("_", "-")
     text = module.__doc__ or ""
     line = text.partition("\n")[0].removesuffix(".")

@@ -123,11 +123,7 @@ def captioned(
     decode: Callable,
     location: Callable | None = None,
 ) -> IndexedExamples:
-    """Examples with captions in memory and images from `read`.
-
-    `faults` are those of images by index. With `location`, images are files of three
-    channels.
-    """
+    """Examples with captions in memory, images from `read` and faults by index."""
     checked, faults = [], dict(faults)
     for index, (name, several) in enumerate(zip(names, captions)):
         texts, fault = checked_captions(several)
@@ -297,11 +293,8 @@ def _read_all(examples: Examples, read: Callable) -> list[Any]:
 def batch_sizes(
     sources: Mapping[str, float], batch_size: int, shards: int
 ) -> dict[str, int]:
-    """Divides a batch among the sources of a mixture by weight (LIMoE, appendix A.1).
-
-    If the weights do not divide a host's batch, the remaining pairs go to the largest
-    remainders, the first of equal ones.
-    """
+    """Divides a batch among sources by weight (LIMoE, appendix A.1)."""
+    # Remaining pairs go to the largest remainders, the first of equal ones.
     weights = {
         source: Fraction(check_positive(f"source[{source!r}]", weight))
         for source, weight in sources.items()

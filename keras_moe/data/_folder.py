@@ -114,8 +114,7 @@ def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExample
 
 
 def _class_folders(root: Path) -> dict[str, list[str] | None]:
-    """Returns the class folders of each split, or None if splits have a file of labels;
-    without splits, the class folders in ""."""
+    """Class folders by split, "" without splits; None if splits have a labels file."""
     found = {name: folders_with_images(root / name, root) for name in folders_in(root)}
     known = {name: own for name, own in found.items() if _SPLIT_NAME.fullmatch(name)}
     if listed := {name for name in found if (root / name / LABELS).is_file()}:

@@ -552,7 +552,7 @@ def _in_memory_rows(rows, name):
     arrays = {key: np.asarray(value) for key, value in rows.items()}
     if len({len(array) for array in arrays.values()}) != 1:
         expected = "rows as a dict of arrays of one length"
-        raise unfit(expected, "{key: array.shape for key, array in arrays.items()}")
+        raise unfit(expected, {key: array.shape for key, array in arrays.items()})
     for key, array in arrays.items():
         if array.dtype.kind not in "biu" or (
             array.size and not -(2**31) <= array.min() <= array.max() < 2**31

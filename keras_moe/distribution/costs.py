@@ -407,10 +407,7 @@ def _factored(shape):
 
 
 class _BlockShare(NamedTuple):
-    """A block and a device's share of the batch.
-
-    `grouped` is the image's part of `sequences`, the unit of group sizes.
-    """
+    """A block and a device's share of the batch; `grouped` is the image's sequences."""
 
     block: keras.layers.Layer
     examples: int

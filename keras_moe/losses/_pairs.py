@@ -332,9 +332,7 @@ def _counted_positives(keys, part_keys, counted, part_counted):
 
 
 def _cross_entropy(top, log_total, target, num_positives):
-    """`top - target / num_positives + log_total`, or 0 without a positive.
-
-    The largest logit comes first: where it is the target, nothing cancels.
-    """
+    """`top - target / num_positives + log_total`, or 0 without a positive."""
+    # The largest logit comes first: where it is the target, nothing cancels.
     loss = (top - target / ops.maximum(num_positives, 1.0)) + log_total
     return ops.where(num_positives > 0, loss, 0.0)

@@ -58,10 +58,8 @@ def token_log_likelihoods(
 
 
 def _chunk_size(batch, length):
-    """Chunks of one size, of about 512 tokens on each device.
-
-    With fewer, reading the kernel and its gradient takes most of the time.
-    """
+    """Chunks of one size, of about 512 tokens on each device."""
+    # With fewer, reading the kernel and its gradient takes most of the time.
     size = max(128, 512 // max(1, batch // batch_devices())) if batch else 128
     if not length:
         return size

@@ -90,10 +90,7 @@ class StopAfterBatches(ProgressCallback):
 
 
 class PeriodicCallback(ProgressCallback):
-    """Measures every few epochs or steps; subclasses implement `measure`.
-
-    The metrics enter the logs at the end of the epoch. Training stays bit-identical.
-    """
+    """Measures every few epochs or steps, by `measure`, and adds to the logs."""
 
     def __init__(self, every: int = 1, unit: str = "epochs"):
         super().__init__()

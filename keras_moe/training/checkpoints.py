@@ -59,13 +59,7 @@ class Checkpoint:
     variables: dict[str, list[SavedVariable]]
 
     def restore(self, groups: dict[str, Sequence[keras.Variable]]) -> None:
-        """Assigns the saved values to variables, on any devices.
-
-        All processes that share a model must call this together.
-
-        Args:
-            groups: variables by group in the saved order; groups may be left out.
-        """
+        """Assigns saved values to variables by group, in all processes together."""
         for group, variables in groups.items():
             saved = self.variables.get(group)
             if saved is None or len(saved) != len(variables):

@@ -116,10 +116,7 @@ class Objective(Section):
         data_dir: str | None = None,
         run_folder: Path | None = None,
     ) -> None:
-        """Gives a new model what it needs from the data, such as class names.
-
-        A resumed run finds such things again in `run_folder`, its checkpoint folder.
-        """
+        """Gives a new model what it needs from the data; `run_folder` keeps it."""
         set_class_names(model, self.class_names(config, data_dir))
 
     def probe(
@@ -141,10 +138,7 @@ class Objective(Section):
         data_dir: str | None = None,
         start_step: int = 0,
     ) -> Datasets:
-        """Returns the training and evaluation batches, from batch `start_step` on.
-
-        Batch n may depend on the settings and n only, or runs do not resume exactly.
-        """
+        """Returns batches from `start_step` on, functions of settings and step only."""
         raise NotImplementedError
 
     def loss_and_metrics(

@@ -97,10 +97,7 @@ def group_factors(groups: Sequence[dict], paths: Sequence[str]) -> list[Factors]
 
 
 def layer_factors(decay: float, paths: Sequence[str]) -> list[float]:
-    """Returns decay^n for each weight, n blocks (or more, an embedding) from the end.
-
-    The last block has n = 1, and what follows it 0; each tower counts its own blocks.
-    """
+    """Returns decay^n for each weight, n blocks from the end of its tower."""
     depths = collections.Counter()
     for block in filter(None, map(_BLOCK.fullmatch, paths)):
         depths[block[1]] = max(depths[block[1]], int(block[2]) + 1)

@@ -201,10 +201,7 @@ class Recipe:
         return self.objective.new_model(self.model, num_classes, self.seed)
 
     def abstract_model(self, num_classes: int | None) -> keras.Model:
-        """Returns the compiled model without values, as `keras_moe.models.abstract`.
-
-        `keras_moe.distribution.compiled_costs` compiles its step for other devices.
-        """
+        """Returns the compiled model without values, as `keras_moe.models.abstract`."""
         make = models.abstract
         model = self.objective.new_model(self.model, num_classes, self.seed, make)
         # Learning rates follow from the length of an epoch, and costs do not.

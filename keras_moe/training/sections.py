@@ -239,10 +239,7 @@ class ImageData(DataConfig):
         return any(name in LABEL_MIXING_NAMES for name in names)
 
     def left_out(self, data_dir: str | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the sorted int64 indices of the train and test images to leave out.
-
-        This may decode all images, so the result is cached.
-        """
+        """Returns the sorted indices of train and test images to leave out, cached."""
         if data_dir not in self._left_out:
             self._left_out[data_dir] = tuple(
                 data.excluded_examples(
@@ -324,11 +321,7 @@ class PairData(MixedData):
         return {name: getattr(self, name) for name in given}
 
     def test_pair_options(self, data_dir: str | None = None) -> dict[str, Any]:
-        """Returns `keras_moe.data.load_pairs` options for the test pairs.
-
-        Every evaluation uses the same pairs: `"random"` captions become `"first"`. In a
-        mixture, templates apply to sources of classes.
-        """
+        """Returns options of `keras_moe.data.load_pairs` for the test pairs, not random."""
         options = self.pair_options()
         if options.get("captions", "random") == "random":
             options["captions"] = "first"

@@ -122,12 +122,7 @@ def _check_tower(cls, name, config):
 
 
 def updated_moe(moe: Any, changes: dict) -> MoEConfig | MuMoEConfig | None:
-    """Updates an MoE config with flat names of its fields and its router.
-
-    A new router name keeps arguments that all routers share; a router dict or instance
-    replaces everything. Switching to or from `"mumoe"` keeps the blocks and the number,
-    size and activation of experts. A dense encoder without other settings is None.
-    """
+    """Updates an MoE config with flat names of its fields and its router."""
     before = moe_config(moe) or MoEConfig(moe_layers=None)
     fields, router = before.to_dict(), changes.get("router")
     if router is None and "router" in changes:
