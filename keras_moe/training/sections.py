@@ -321,7 +321,7 @@ class PairData(MixedData):
         return {name: getattr(self, name) for name in given}
 
     def test_pair_options(self, data_dir: str | None = None) -> dict[str, Any]:
-        """Returns options of `keras_moe.data.load_pairs` for the test pairs, not random."""
+        """Returns options of `keras_moe.data.load_pairs` for the test pairs."""
         options = self.pair_options()
         if options.get("captions", "random") == "random":
             options["captions"] = "first"
