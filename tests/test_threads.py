@@ -159,7 +159,8 @@ def report(model):
 
 def few_shot(model):
     features, data = keras.Model(model.input, model.features), (IMAGES, LABELS)
-    result = evaluation.few_shot_from_model(features, data, data, shots=(1,))
+    data = evaluation.extract_features(features, data)
+    result = evaluation.few_shot(*data, *data, shots=(1,))
     return result.accuracies
 
 

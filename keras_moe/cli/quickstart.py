@@ -51,9 +51,10 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
     test_data = keras_moe.data.load_digits("test", image_shape)
     train(model, args)
     _, accuracy = model.evaluate(*test_data, verbose=0)
-    few_shot = keras_moe.evaluation.few_shot_from_model(
-        keras.Model(model.input, model.features), train_data, test_data, shots=(10,)
-    )
+    features = keras.Model(model.input, model.features)
+    extract = keras_moe.evaluation.extract_features
+    pool, test = (extract(features, x) for x in (train_data, test_data))
+    few_shot = keras_moe.evaluation.few_shot(*pool, *test, shots=(10,))
     folder = args.output / "preset"
     save_and_load(model, folder, test_data[0])
     statistics = routing_statistics(folder, test_data[0])

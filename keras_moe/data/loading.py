@@ -25,12 +25,7 @@ from keras_moe.data._captions import (
 )
 from keras_moe.data._examples import Examples, IndexedExamples, Share, as_stored
 from keras_moe.data._packages import tf
-from keras_moe.data._pipeline import (
-    BatchSettings,
-    batches,
-    feature_batches,
-    no_targets,
-)
+from keras_moe.data._pipeline import BatchSettings, batches, feature_batches, no_targets
 from keras_moe.data.augmentation import build_steps
 from keras_moe.data.labels import Classes, make_labels
 from keras_moe.data.selection import UNREADABLE, left_out, without_captions

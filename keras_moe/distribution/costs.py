@@ -13,12 +13,7 @@ from rich.table import Table
 
 from keras_moe._checks import check_integer, check_one_of, check_positive, unfit
 from keras_moe.distribution.chips import CHIPS, Chip
-from keras_moe.distribution.layouts import (
-    BATCH,
-    MODEL,
-    layouts_of_blocks,
-    split_parts,
-)
+from keras_moe.distribution.layouts import BATCH, MODEL, layouts_of_blocks, split_parts
 from keras_moe.models.loading.blueprint import resolve
 from keras_moe.ops.cost import under
 

@@ -7,19 +7,17 @@ Axes: N examples, F feature dim, C classes, L values of l2, k shots per class, R
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import keras
 import numpy as np
 from numpy.typing import ArrayLike
 
+from keras_moe._batches import read_batches
 from keras_moe._checks import check_integer, unfit
+from keras_moe._processes import predict_batch
 from keras_moe._types import Config, KerasModel
-from keras_moe.evaluation._features import (
-    check_features,
-    check_labels,
-    extract_features,
-    to_numpy,
-)
+from keras_moe.evaluation._features import check_features, check_labels, to_numpy
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -162,43 +160,52 @@ def few_shot(
     return FewShotResult(accuracies, shots, seeds, penalties, chosen, mean, std)
 
 
-def few_shot_from_model(
-    model: KerasModel | Callable,
-    train_data: object,
-    test_data: object,
-    shots: Sequence[int] = SHOTS,
-    l2s: ArrayLike = L2S,
-    seeds: Sequence[int] = SEEDS,
-    num_classes: int | None = None,
-    batch_size: int = 64,
-    verbose: int = 1,
-) -> FewShotResult:
-    """Few-shot accuracy of the features that a model extracts; see `few_shot`.
+def extract_features(
+    model: KerasModel | Callable, data: object, batch_size: int = 64, verbose: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """Features of images by a model, and the labels, for `few_shot` and its like.
 
     Args:
-        model: `keras.Model` or callable, from images to features (batch, F).
-        train_data: arrays (images, integer labels), or an iterable of such batches,
-            which is read once.
-        test_data: test set, in the same form.
-        shots, l2s, seeds, num_classes: as in `few_shot`.
+        model: `keras.Model` or callable, from images to features (batch, ...).
+        data: arrays (images, labels), or an iterable of such batches, which is read
+            once. Labels are classes (N,), or for segmentation masks of one size.
         batch_size: images per batch of arrays.
-        verbose: 1 for progress bars, 2 for one line per set, 0 for nothing.
+        verbose: 1 for a progress bar, 2 for one line, 0 for nothing.
+
+    Returns: features (N, ...) and labels of all images, equal in all processes.
 
     Example:
 
     >>> import numpy as np
-    >>> from keras_moe.evaluation import few_shot_from_model
+    >>> from keras_moe.evaluation import extract_features, few_shot
     >>> labels = np.arange(20) % 2
     >>> images = np.ones((20, 4, 4, 1)) * (labels * 2 - 1)[:, None, None, None]
-    >>> data = (images.astype("float32"), labels)
     >>> brightness = lambda images: images.mean(axis=(1, 2))
-    >>> few_shot_from_model(brightness, data, data, shots=(1,), verbose=0).mean
+    >>> data = extract_features(brightness, (images, labels), verbose=0)
+    >>> few_shot(*data, *data, shots=(1,)).mean
     array([1.])
     """
     batch_size = check_integer("batch_size", batch_size)
-    train = extract_features("train_data", model, train_data, batch_size, verbose)
-    test = extract_features("test_data", model, test_data, batch_size, verbose)
-    return few_shot(*train, *test, shots, l2s, seeds, num_classes)
+    batches, num_batches = read_batches(data, batch_size, "data")
+    progress = keras.utils.Progbar(num_batches, verbose=verbose, unit_name="batch")
+    features, labels, size = [], [], 0
+    for images, batch_labels in batches:
+        # The tensors of tf.data may belong to another backend.
+        images = to_numpy(images)
+        # A model's prediction step is compiled; calling the model is not.
+        if isinstance(model, keras.Model):
+            size = max(size, len(images))
+            output = predict_batch(model, images, size)
+        else:
+            output = model(images)
+        features.append(to_numpy(output))
+        labels.append(to_numpy(batch_labels))
+        progress.update(len(labels))
+    if not labels:
+        raise ValueError("Expected at least one image; received: none")
+    if num_batches is None:
+        progress.update(len(labels), finalize=True)
+    return np.concatenate(features), np.concatenate(labels)
 
 
 def linear_probe(
@@ -253,37 +260,6 @@ def chosen_l2(
     # Of equally good penalties, one in the middle.
     best = l2s[accuracies == accuracies.max()]
     return float(best[len(best) // 2])
-
-
-def linear_probe_from_model(
-    model: KerasModel | Callable,
-    train_data: object,
-    test_data: object,
-    batch_size: int = 64,
-    verbose: int = 1,
-    **options: Any,
-) -> float:
-    """Linear probe of the features that a model extracts; see `linear_probe`.
-
-    Args:
-        model, train_data, test_data, batch_size, verbose: as in `few_shot_from_model`.
-        **options: `l2s` and `num_classes` of `linear_probe`.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.evaluation import linear_probe_from_model
-    >>> labels = np.arange(20) % 2
-    >>> images = np.ones((20, 4, 4, 1)) * (labels * 2 - 1)[:, None, None, None]
-    >>> data = (images.astype("float32"), labels)
-    >>> brightness = lambda images: images.mean(axis=(1, 2))
-    >>> linear_probe_from_model(brightness, data, data, verbose=0)
-    1.0
-    """
-    batch_size = check_integer("batch_size", batch_size)
-    train = extract_features("train_data", model, train_data, batch_size, verbose)
-    test = extract_features("test_data", model, test_data, batch_size, verbose)
-    return linear_probe(*train, *test, **options)
 
 
 # Ridge regression

@@ -18,7 +18,8 @@ from numpy.typing import ArrayLike
 from keras_moe._batches import read_iterable
 from keras_moe._checks import check_integer, import_extra, unfit
 from keras_moe._templates import Template
-from keras_moe.evaluation._features import extract_features, to_numpy
+from keras_moe.evaluation._features import to_numpy
+from keras_moe.evaluation.few_shot import extract_features
 from keras_moe.evaluation.retrieval import (
     BATCH_SIZE,
     CHUNK_SIZE,
@@ -163,7 +164,6 @@ def zero_shot_from_model(
     zero_shot_from_model(model, digits, None, list("0123456789"), "the digit {}")
     ```
     """
-    batch_size = check_integer("batch_size", batch_size)
     if class_subset is not None:
         subset = read_class_subset(class_subset)
         class_names = names_in_subset(read_class_names(class_names), subset)
@@ -178,7 +178,7 @@ def zero_shot_from_model(
         return model.encode_images(batch, batch_size=size)[:count]
 
     data = images if labels is None else (images, labels)
-    embeddings, labels = extract_features("images", encode, data, batch_size, verbose)
+    embeddings, labels = extract_features(encode, data, batch_size, verbose)
     if class_subset is not None:
         labels = subset.labels(labels)
     return zero_shot(embeddings, labels, classes, ks)

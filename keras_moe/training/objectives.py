@@ -288,17 +288,13 @@ class Classification(LabelledImages):
         shape, excluded = model.backbone.image_shape, config.left_out(data_dir)
         splits = (config.train_split, config.test_split)
         options = {"shuffle": False, "data_dir": data_dir}
-        train, test = (
-            data.load(config.source, x, shape, config.batch_size, exclude=y, **options)
-            for x, y in zip(splits, excluded)
-        )
-        return evaluation.linear_probe_from_model(
-            keras.Model(model.input, model.features),
-            train,
-            test,
-            num_classes=self.num_classes(config, data_dir),
-            verbose=0,
-        )
+        features, sets = keras.Model(model.input, model.features), []
+        for split, exclude in zip(splits, excluded):
+            options["exclude"] = exclude
+            own = data.load(config.source, split, shape, config.batch_size, **options)
+            sets += evaluation.extract_features(features, own, verbose=0)
+        num_classes = self.num_classes(config, data_dir)
+        return evaluation.linear_probe(*sets, num_classes=num_classes)
 
     def label_options(self, config):
         return {"one_hot": True}
