@@ -179,10 +179,9 @@ LOOKS = {
             analysis.edit_expert_logits(model, IMAGES, output=1)
         ),
         "excluded": lambda model: outputs(analysis.exclude_experts(model, [1])),
-        "centres": lambda model: analysis.expert_centres(model, "block_1"),
         "steered": lambda model: outputs(analysis.steer_expert(model, "block_1", 2)),
         "masked": lambda model: outputs(
-            analysis.mask_experts(model, {"block_1": [0, 1, 2]})
+            analysis.prune_experts(model, {"block_1": [0, 1, 2]}, removed=False)
         ),
         "pruned": lambda model: outputs(
             analysis.prune_experts(model, {"block_1": [0, 1, 2]})

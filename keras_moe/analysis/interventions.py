@@ -204,31 +204,11 @@ def print_coverage(
     print_table("Experts that cover a share", head, rows, console)
 
 
-def mask_experts(
-    model: Any, kept_experts: dict[str, Sequence[int]], method: str = "router_drop"
-) -> Any:
-    """Returns a copy of a model that keeps all weights but uses only some experts.
-
-    Its outputs equal those of `prune_experts`; use it to try out a selection.
-
-    Args:
-        model: backbone or task with token choice routers, not pruned; not modified.
-        kept_experts: as in `prune_experts`.
-        method: as in `prune_experts`.
-
-    Example:
-
-    >>> from keras_moe import analysis, models
-    >>> model = models.from_preset("vmoe_digits", task="backbone")
-    >>> masked = analysis.mask_experts(model, {"block_1": [0, 3]})
-    >>> masked.count_params() == model.count_params()
-    True
-    """
-    return model.with_kept_experts(kept_experts, method, removed=False)
-
-
 def prune_experts(
-    model: Any, kept_experts: dict[str, Sequence[int]], method: str = "router_drop"
+    model: Any,
+    kept_experts: dict[str, Sequence[int]],
+    method: str = "router_drop",
+    removed: bool = True,
 ) -> Any:
     """Returns a smaller copy of a model with only some of its experts.
 
@@ -253,6 +233,9 @@ def prune_experts(
         kept_experts: dict from block name to the numbers of the experts to keep, at
             least K, such as `select_experts` returns; other blocks are unchanged.
         method: `"router_drop"`, `"router_pred"` or `"router_pred_skip"`.
+        removed: whether the others' weights go. With False, the copy has the same
+            outputs and keeps all weights, to try out a selection of a model that is
+            not pruned yet.
 
     Reference: *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
 
@@ -264,7 +247,7 @@ def prune_experts(
     >>> pruned.get_layer("block_1").feed_forward.experts.num_experts
     2
     """
-    return model.with_kept_experts(kept_experts, method, removed=True)
+    return model.with_kept_experts(kept_experts, method, removed)
 
 
 # Excluding, editing and steering
@@ -385,24 +368,7 @@ def edit_expert_logits(
 
 
 def expert_centres(model: KerasModel, block: str) -> np.ndarray:
-    """Cluster centres (E, D) of a block's experts: the columns of its router's kernel.
-
-    The closer a token is to a centre, the larger the expert's logit. With several
-    levels, an expert's centre is the sum over levels.
-
-    Args:
-        model: backbone or classifier.
-        block: MoE block such as `"block_1"`, whose router is linear.
-
-    Reference: *Multilinear Mixture of Experts*, appendix G.2.
-
-    Example:
-
-    >>> from keras_moe import analysis, models
-    >>> model = models.from_preset("vmoe_digits", task="backbone")
-    >>> analysis.expert_centres(model, "block_1").shape
-    (8, 64)
-    """
+    """Columns (E, D) of the router's kernel; over several levels, their sums."""
     router = moe_block(model, block).feed_forward.router
     kernels = getattr(router, "kernels", None) or [getattr(router, "kernel", None)]
     matrices = [k for k in kernels if k is not None and len(k.shape) == 2]

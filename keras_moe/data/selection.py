@@ -77,27 +77,6 @@ def find_unreadable(source: str, split: str, data_dir: str | None = None) -> np.
     return np.array([index for index, _ in _unreadable(examples)], "int64")
 
 
-def excluded_examples(
-    source: str,
-    split: str,
-    data_dir: str | None = None,
-    exclude: Any = (),
-    unreadable: str = "raise",
-) -> np.ndarray:
-    """Returns the sorted indices that `load` leaves out, to pass as its `exclude`.
-
-    Args:
-        source: see `load` and `LoadOptions` for this and the other arguments.
-
-    Example:
-
-    >>> from keras_moe.data import excluded_examples
-    >>> excluded_examples("digits", "test", exclude=[7, 3]).tolist()
-    [3, 7]
-    """
-    return left_out(open_source(source, split, data_dir), split, exclude, unreadable)
-
-
 def left_out(
     examples: Examples, split: str, exclude: Any, unreadable: str
 ) -> np.ndarray:

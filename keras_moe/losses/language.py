@@ -125,22 +125,7 @@ def _joined(chunks):
 
 
 def logit_log_likelihoods(logits: Tensor, targets: Tensor) -> Tensor:
-    """Log-likelihoods of target ids under logits.
-
-    Args:
-        logits: (B, N, V).
-        targets: integers (B, N); negative ones are ignored.
-
-    Returns: float32 (B, N), 0 for ignored targets.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.losses import logit_log_likelihoods
-    >>> values = logit_log_likelihoods(np.zeros((1, 1, 4)), np.array([[-1]]))
-    >>> np.array(values).tolist()
-    [[0.0]]
-    """
+    """Log-likelihoods (B, N) of target ids under logits (B, N, V); 0 below id 0."""
     logits, targets = ops.cast(logits, "float32"), ops.cast(targets, "int32")
     known = ops.expand_dims(ops.maximum(targets, 0), -1)
     own = ops.squeeze(ops.take_along_axis(logits, known, axis=-1), -1)

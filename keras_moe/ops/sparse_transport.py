@@ -129,21 +129,6 @@ def potentials(
     return ExpertDual(values, mass, target, max_nonzeros).solve(iterations)
 
 
-def semi_dual(
-    potential: Tensor,
-    values: Tensor,
-    allowed: Tensor,
-    mass: Tensor,
-    target: Tensor,
-    max_nonzeros: Size | None,
-) -> Tensor:
-    """The objective that solvers minimise: a bound on the worth of the best plan."""
-    values = values + potential
-    plan = project(values, allowed, mass, max_nonzeros)
-    worth = ops.sum(plan * (values - 0.5 * plan), axis=(1, 2))
-    return worth - ops.sum(target * potential, axis=(1, 2))
-
-
 def project(
     values: Tensor,
     allowed: Tensor,

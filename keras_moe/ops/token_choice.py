@@ -358,22 +358,7 @@ def top_experts(affinity, gates, num_selected_experts):
 
 
 def selected_experts(affinity: Tensor, num_selected_experts: int) -> Tensor:
-    """The experts that each token selects, whether or not they have room for it.
-
-    Args:
-        affinity: float32 (G, S, E); ties take the lowest expert.
-        num_selected_experts: K, experts per token.
-
-    Returns: float32 (G, S, E): 1 for the K experts of largest affinity, else 0.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops import selected_experts
-    >>> affinity = np.array([[[0.2, 0.5, 0.3]]], "float32")
-    >>> np.array(selected_experts(affinity, 2)).tolist()
-    [[[0.0, 1.0, 1.0]]]
-    """
+    """1 for the K experts of largest affinity (G, S, E), else 0, as float32."""
     affinity = ops.convert_to_tensor(affinity)
     check_selected(num_selected_experts, affinity.shape[-1])
     experts, weights = top_experts(affinity, affinity, num_selected_experts)

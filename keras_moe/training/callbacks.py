@@ -249,22 +249,7 @@ class ScalarLog(ProgressCallback):
 
 
 class EvaluateAverages(Callback):
-    """Evaluates `fit`'s validation data with the moving average of the weights.
-
-    The optimizer keeps the average with `use_ema=True`. Unlike
-    `keras.callbacks.SwapEMAWeights`, this works with weights sharded over processes,
-    and swaps without rounding on TensorFlow.
-
-    Example:
-
-    >>> from keras_moe.training import EvaluateAverages
-    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    >>> model.compile(keras.optimizers.SGD(0.1, use_ema=True), "mse")
-    >>> x = keras.ops.ones((4, 1))
-    >>> history = model.fit(
-    ...     x, x, validation_data=(x, x), callbacks=[EvaluateAverages()], verbose=0
-    ... )
-    """
+    """`SwapEMAWeights` that takes weights of several processes, and never rounds."""
 
     def on_train_begin(self, logs=None):
         if not _keeper(self.model).use_ema:

@@ -194,17 +194,7 @@ def open_checkpoint(
 
 
 def list_checkpoints(folder: str | os.PathLike) -> list[Any]:
-    """Lists the folders of a run's checkpoints, oldest first, damaged ones included.
-
-    Args:
-        folder: folder of a run's checkpoints.
-
-    Example:
-
-    >>> from keras_moe.training import list_checkpoints
-    >>> list_checkpoints("nowhere")
-    []
-    """
+    """Lists the folders of a run's checkpoints, oldest first, damaged ones included."""
     parent = formats.reached_path(folder)
     if not parent.exists():
         return []

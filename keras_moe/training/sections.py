@@ -18,7 +18,8 @@ from keras_moe._checks import (
     unfit,
 )
 from keras_moe.data.augmentation import LABEL_MIXING_NAMES
-from keras_moe.data.sources import has_captions
+from keras_moe.data.selection import left_out
+from keras_moe.data.sources import has_captions, open_source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -242,8 +243,11 @@ class ImageData(DataConfig):
         """Returns the sorted indices of train and test images to leave out, cached."""
         if data_dir not in self._left_out:
             self._left_out[data_dir] = tuple(
-                data.excluded_examples(
-                    self.source, split, data_dir, exclude, self.unreadable or "raise"
+                left_out(
+                    open_source(self.source, split, data_dir),
+                    split,
+                    exclude,
+                    self.unreadable or "raise",
                 )
                 for split, exclude in (
                     (self.train_split, self.exclude or ()),

@@ -64,7 +64,6 @@ class ModelCard:
         results: list of `CardResult`.
         picture: path of a picture to copy into the folder.
         picture_text: alt text of the picture.
-        base_model: handle of the original, such as `"openai/clip-vit-base-patch32"`.
         tags: tags in addition to `"keras"` and, with experts, `"mixture-of-experts"`.
 
     Example:
@@ -94,7 +93,6 @@ class ModelCard:
     results: Sequence[CardResult] = ()
     picture: str | Path | None = None
     picture_text: str = "What the experts of the model do"
-    base_model: str | None = None
     tags: Sequence[str] = ()
 
     def __post_init__(self):
@@ -166,7 +164,6 @@ class ModelCard:
         return ModelCardData(
             library_name="keras_moe",
             **_licence(self.license),
-            base_model=self.base_model,
             pipeline_tag=kind,
             tags=["keras", *experts, *self.tags],
             model_name=name if results else None,

@@ -14,7 +14,8 @@ from keras import ops
 from keras_moe._checks import check_integer, unfit
 from keras_moe._compat import ONE_AT_A_TIME, compiled_once
 from keras_moe._types import DType, Tensor
-from keras_moe.losses import logit_log_likelihoods, next_tokens, token_log_likelihoods
+from keras_moe.losses import next_tokens, token_log_likelihoods
+from keras_moe.losses.language import logit_log_likelihoods
 from keras_moe.models.backbones.decoder import DecoderBackbone
 from keras_moe.models.base._input_checks import (
     array_values,
