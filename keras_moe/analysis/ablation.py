@@ -108,7 +108,6 @@ def ablate_experts(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import analysis, models
     >>> head = {"num_experts": 4, "rank": 8}
     >>> model = models.from_preset("vmoe_digits", num_classes=10, head=head)
@@ -185,7 +184,6 @@ def print_ablation(
 
     Example:
 
-    >>> import numpy as np
     >>> from rich.console import Console
     >>> from keras_moe.analysis import ExpertAblation, print_ablation
     >>> ones = np.ones(2), np.ones(2), np.ones((1, 2))

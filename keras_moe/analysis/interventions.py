@@ -105,7 +105,6 @@ def coverage_curves(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import BlockUsage, ExpertUsage, coverage_curves
     >>> block = BlockUsage(np.array([[1.0, 6.0, 3.0]]), np.ones((1, 3)))
     >>> curve = coverage_curves(ExpertUsage(["all"], {"block_1": block}))["block_1"]
@@ -147,7 +146,6 @@ def select_experts(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import BlockUsage, ExpertUsage, select_experts
     >>> block = BlockUsage(np.array([[1.0, 6.0, 3.0]]), np.ones((1, 3)))
     >>> usage = ExpertUsage(["all"], {"block_1": block})
@@ -288,7 +286,7 @@ def exclude_experts(model: Any, experts: Experts) -> Any:
 
     Example:
 
-    >>> import keras, numpy as np
+    >>> import keras
     >>> from keras_moe import analysis, models
     >>> model = models.from_preset("moepp_digits", task="backbone")
     >>> without = analysis.exclude_experts(model, ["zero", "copy"])
@@ -345,7 +343,6 @@ def edit_expert_logits(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import analysis, models
     >>> head = {"num_experts": 4, "rank": 8}
     >>> model = models.from_preset("vmoe_digits", num_classes=10, head=head)
@@ -401,7 +398,7 @@ def steer_expert(model: Any, block: str, expert: int, strength: float = 1.0) -> 
 
     Example:
 
-    >>> import keras, numpy as np
+    >>> import keras
     >>> from keras_moe import analysis, models
     >>> model = models.from_preset("vmoe_digits", task="backbone")
     >>> steered = analysis.steer_expert(model, "block_1", expert=3, strength=50.0)

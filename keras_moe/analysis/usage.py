@@ -136,7 +136,6 @@ def merged_usage(usages: Iterable[ExpertUsage]) -> ExpertUsage:
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import BlockUsage, ExpertUsage, merged_usage
     >>> block = BlockUsage(np.array([[3.0, 1.0]]), np.array([[2.0, 0.5]]))
     >>> usage = ExpertUsage(["all"], {"block_1": block})

@@ -125,7 +125,6 @@ def few_shot(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.evaluation import few_shot
     >>> labels = np.arange(40) % 2
     >>> features = np.random.default_rng(0).normal(size=(40, 3)) + 9 * labels[:, None]
@@ -176,7 +175,6 @@ def extract_features(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.evaluation import extract_features, few_shot
     >>> labels = np.arange(20) % 2
     >>> images = np.ones((20, 4, 4, 1)) * (labels * 2 - 1)[:, None, None, None]
@@ -228,7 +226,6 @@ def linear_probe(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.evaluation import linear_probe
     >>> labels = np.arange(40) % 2
     >>> features = np.random.default_rng(0).normal(size=(40, 3)) + 9 * labels[:, None]

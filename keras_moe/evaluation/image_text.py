@@ -89,7 +89,6 @@ def encode_pairs(model: Any, pairs: Any, batch_size: int = 64) -> PairEmbeddings
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.evaluation import encode_pairs
     >>> class Colours:
     ...     def encode_images(self, images, batch_size):
@@ -208,7 +207,6 @@ def encode_classes(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.evaluation import encode_classes
     >>> class Lengths:
     ...     def encode_text(self, texts, batch_size):

@@ -59,7 +59,6 @@ def nearest_neighbours(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.evaluation import nearest_neighbours
     >>> train = np.array([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0]])
     >>> result = nearest_neighbours(train, [0, 0, 1], [[2.0, 0.1]], [0], k=2)

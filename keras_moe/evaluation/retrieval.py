@@ -104,7 +104,6 @@ def retrieval(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.evaluation import retrieval
     >>> images = np.array([[1.0, 0.0], [0.0, 1.0]])
     >>> texts = np.array([[0.9, 0.1], [0.6, 0.8], [0.2, 0.9]])
@@ -157,7 +156,6 @@ def contrastive_accuracy(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.evaluation import contrastive_accuracy
     >>> images = np.array([[1.0, 0.0], [0.0, 1.0]])
     >>> texts = np.array([[0.9, 0.1], [0.8, 0.6]])

@@ -88,7 +88,6 @@ def segmentation_probe(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.evaluation import segmentation_probe
     >>> classes = np.random.default_rng(0).integers(2, size=(6, 4, 4))
     >>> masks = classes.repeat(8, axis=1).repeat(8, axis=2)

@@ -199,7 +199,6 @@ def read_class_subset(name: str) -> ClassSubset:
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.evaluation import read_class_subset
     >>> subset = read_class_subset("imagenet_a")
     >>> logits = np.zeros((2, 1000))

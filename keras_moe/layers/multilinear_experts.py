@@ -67,7 +67,6 @@ class ExpertCoefficients(Layer):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import ExpertCoefficients
     >>> gate = ExpertCoefficients((4, 2))
     >>> coefficients, routing = gate(np.ones((1, 3, 8), "float32"))
@@ -266,7 +265,6 @@ class MultilinearExperts(Layer):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import MultilinearExperts
     >>> experts = MultilinearExperts(5, num_experts=4, rank=3)
     >>> tuple(experts(np.ones((2, 8)), [np.ones((2, 4)) / 4]).shape)

@@ -26,7 +26,6 @@ class SigmoidCrossentropy(keras.losses.Loss):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import SigmoidCrossentropy
     >>> loss = SigmoidCrossentropy()(np.ones((1, 2)), np.zeros((1, 2)))
     >>> round(float(loss), 4)  # two classes, log 2 each
@@ -74,7 +73,6 @@ class SparseSigmoidCrossentropy(SigmoidCrossentropy):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
     >>> logits = np.array([[1.0, -2.0, 0.5]])
     >>> sparse = SparseSigmoidCrossentropy()(np.array([[0, 2, -1, -1]]), logits)

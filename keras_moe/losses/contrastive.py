@@ -74,7 +74,6 @@ def softmax_contrastive_loss(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import softmax_contrastive_loss
     >>> images = np.eye(2, dtype="float32")
     >>> round(float(softmax_contrastive_loss(images, images, logit_scale=1.0)), 4)
@@ -157,7 +156,6 @@ def sigmoid_contrastive_loss(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import sigmoid_contrastive_loss
     >>> images = np.eye(2, dtype="float32")
     >>> loss = sigmoid_contrastive_loss(images, images, 2.0, logit_bias=-1.0)
@@ -212,7 +210,6 @@ class ContrastiveLoss(keras.losses.Loss):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras import ops
     >>> from keras_moe.losses import ContrastiveLoss
     >>> class Distance(ContrastiveLoss):
@@ -306,7 +303,6 @@ class SoftmaxContrastiveLoss(_FunctionLoss):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import SoftmaxContrastiveLoss
     >>> x = np.eye(2, dtype="float32")
     >>> outputs = {"image_embeddings": x, "text_embeddings": x, "logit_scale": 1.0}
@@ -332,7 +328,6 @@ class SigmoidContrastiveLoss(_FunctionLoss):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import SigmoidContrastiveLoss
     >>> x = np.eye(2, dtype="float32")
     >>> outputs = {"image_embeddings": x, "text_embeddings": x}
@@ -387,7 +382,6 @@ class LogScaleBound(keras.constraints.Constraint):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import LogScaleBound
     >>> round(float(LogScaleBound(100.0)(np.float32(7.0))), 4)  # log 100
     4.6052
@@ -419,7 +413,6 @@ def count_duplicate_pairs(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import count_duplicate_pairs
     >>> int(count_duplicate_pairs(np.array([4, 9, 4, 2]), np.array([0, 1, 1, 3])))
     3

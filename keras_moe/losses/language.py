@@ -27,7 +27,6 @@ def token_log_likelihoods(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import token_log_likelihoods
     >>> tokens, kernel = np.ones((1, 2, 1), "float32"), np.zeros((1, 4), "float32")
     >>> values = token_log_likelihoods(tokens, kernel, np.array([[3, -1]]))
@@ -145,7 +144,6 @@ def next_tokens(token_ids: Tensor, documents: Tensor) -> Tensor:
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import next_tokens
     >>> targets = next_tokens(np.array([[5, 6, 7, 0]]), np.array([[1, 1, 2, 0]]))
     >>> np.array(targets).tolist()

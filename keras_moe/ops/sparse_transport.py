@@ -72,7 +72,6 @@ def sparse_transport(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.ops.sparse_transport import sparse_transport
     >>> utility = np.array([[[0.9, 0.1], [0.8, 0.2], [0.6, 0.4], [0.5, 0.5]]])
     >>> transport = sparse_transport(utility.astype("float32"), max_nonzeros=2)

@@ -77,7 +77,6 @@ def token_choice(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.ops import token_choice
     >>> gates = np.array([[[0.6, 0.4], [0.9, 0.1]]], "float32")
     >>> plan = token_choice(gates, gates, 1, capacity=1, priority="max_gate")
@@ -244,7 +243,6 @@ def dropless_token_choice(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import ops
     >>> gates = np.array([[[0.6, 0.4], [0.9, 0.1]]], "float32")
     >>> plan = ops.dropless_token_choice(gates, gates, num_selected_experts=1)

@@ -29,7 +29,6 @@ class Transport(NamedTuple):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import ops
     >>> transport = ops.sinkhorn(np.zeros((1, 4, 2), "float32"))
     >>> np.array(transport.column_marginals).tolist()
@@ -78,7 +77,6 @@ def sinkhorn(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.ops import sinkhorn
     >>> logits = np.array([[[9.0, 0.0], [8.0, 0.0]]], "float32")
     >>> plan = sinkhorn(logits, iterations=100).plan  # both would like expert 0

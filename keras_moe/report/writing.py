@@ -116,7 +116,6 @@ def write_report(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import models
     >>> from keras_moe.report import write_report
     >>> model = models.from_preset("vmoe_digits", num_classes=10, load_weights=False)

@@ -219,7 +219,6 @@ class ScalarLog(ProgressCallback):
     Example:
 
     >>> import tempfile
-    >>> import numpy as np
     >>> from keras_moe import training
     >>> folder = tempfile.mkdtemp()
     >>> model = keras.Sequential([keras.layers.Dense(1)])
@@ -314,7 +313,6 @@ class BestEpoch(Callback):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.training import BestEpoch
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     >>> model.compile(keras.optimizers.SGD(0.0), "mse")

@@ -27,7 +27,6 @@ class PeriodicEvaluation(PeriodicCallback):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.training import PeriodicEvaluation
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     >>> model.compile("sgd", "mse")
@@ -80,7 +79,6 @@ class FewShot:
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import models
     >>> from keras_moe.training import FewShot
     >>> labels = np.arange(6) % 2

@@ -56,7 +56,6 @@ class Perplexity(keras.metrics.Mean):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.models import Perplexity
     >>> metric = Perplexity()
     >>> metric.update_state(None, np.log([[0.5, 0.5, 0.1]]), np.array([[1, 1, 0]]))
@@ -99,7 +98,6 @@ class CausalLM(LabellessTask, HubCausalLM):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.models import CausalLM, DecoderBackbone, TextTokenizer
     >>> texts = ["one two three", "two three four"]
     >>> tokenizer = TextTokenizer.trained(texts, vocabulary_size=520, max_length=16)

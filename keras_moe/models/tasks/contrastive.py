@@ -55,7 +55,6 @@ class ContrastiveAccuracy(keras.metrics.Mean):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.models import ContrastiveAccuracy
     >>> metric = ContrastiveAccuracy()
     >>> x = np.eye(4, dtype="float32")
@@ -120,7 +119,6 @@ class ContrastiveModel(TakesPairs, LabellessTask):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.models import ContrastiveModel, LIMoEBackbone
     >>> backbone = LIMoEBackbone(
     ...     image_shape=(8, 8, 3), patch_size=4, vocabulary_size=20, max_length=6,

@@ -108,7 +108,6 @@ class ImageClassifier(MoETask, HubClassifier):
     Example:
 
     >>> import keras
-    >>> import numpy as np
     >>> from keras_moe import models
     >>> classifier = models.from_preset("vmoe_digits")
     >>> isinstance(classifier, models.ImageClassifier)
