@@ -82,11 +82,6 @@ def order_layers(model: Any) -> None:
     model._layers.sort(key=lambda layer: places.get(id(layer), len(places)))
 
 
-def is_clone(arguments: Config) -> bool:
-    """Whether `_run_through_graph` is called by `keras.models.clone_model`."""
-    return {"operation_fn", "call_fn"} <= set(arguments)
-
-
 def clear_losses(layer: keras.layers.Layer) -> None:
     """Clears all `add_loss` losses; Keras does so only before the outermost call."""
     layer._clear_losses()
@@ -122,11 +117,6 @@ def has_hooks(layer: keras.layers.Layer) -> bool:
         getattr(layer, f"_{name}_hooks") or getattr(modules, f"_global_{name}_hooks")
         for name in names
     )
-
-
-def is_jax_train_state(name: str) -> bool:
-    """Whether an attribute of a model is JAX's state, which has no layers to track."""
-    return name == "_jax_state"
 
 
 def mark_loss_as_built(model: Any) -> None:

@@ -279,8 +279,8 @@ def ridge_regression(
     train_features: ArrayLike, train_labels: ArrayLike, num_classes: int, l2: float
 ) -> RidgeClassifier:
     """Fits the linear classifier in closed form, in float64."""
-    fit = _decompose(train_features, train_labels, num_classes)
-    return RidgeClassifier(fit.mean, fit.std, fit.left @ (fit.right / (fit.eigs + l2)))
+    mean, std, left, eigs, right = _decompose(train_features, train_labels, num_classes)
+    return RidgeClassifier(mean, std, left @ (right / (eigs + l2)))
 
 
 def few_shot_accuracies(
@@ -293,8 +293,8 @@ def few_shot_accuracies(
 ) -> np.ndarray:
     """Returns test accuracies (L,) of ridge regression on all training examples."""
     l2s = check_l2s(l2s)
-    fit = _decompose(train_features, train_labels, num_classes)
-    test_features = check_features("test_features", test_features, fit.mean.size)
+    mean, std, left, eigs, right = _decompose(train_features, train_labels, num_classes)
+    test_features = check_features("test_features", test_features, mean.size)
     test_labels = check_labels(
         "test_labels", test_labels, len(test_features), num_classes
     )
@@ -302,26 +302,18 @@ def few_shot_accuracies(
     for start in range(0, len(test_features), _CHUNK):
         labels = test_labels[start : start + _CHUNK]
         chunk = test_features[start : start + _CHUNK]
-        rows = _standardise(chunk, fit.mean, fit.std) @ fit.left
+        rows = _standardise(chunk, mean, std) @ left
         for i, l2 in enumerate(l2s):
-            scores = rows @ (fit.right / (fit.eigs + l2))
+            scores = rows @ (right / (eigs + l2))
             correct[i] += (scores.argmax(axis=1) == labels).sum()
     return correct / len(test_features)
 
 
-class _Decomposition(NamedTuple):
-    """The ridge regressions of all l2: their weights are left (right / (eigs + l2))."""
-
-    mean: np.ndarray  # (F,)
-    std: np.ndarray  # (F,)
-    left: np.ndarray  # (F + 1, R)
-    eigs: np.ndarray  # (R, 1)
-    right: np.ndarray  # (R, C)
-
-
-def _decompose(features, labels, num_classes) -> _Decomposition:
+def _decompose(features, labels, num_classes):
+    """Mean, std (F,), left (F + 1, R), eigs (R, 1) and right (R, C), for all l2."""
     # With X = [(features - mean) / (std + 1e-5), 100] and targets Y, 1 for the label's
-    # class and -1 elsewhere, the weights are (X^T X + l2 I)^-1 X^T Y.
+    # class and -1 elsewhere, the weights are (X^T X + l2 I)^-1 X^T Y, which is
+    # left (right / (eigs + l2)).
     features = check_features("train_features", features)
     labels = check_labels("train_labels", labels, len(features), num_classes)
     mean, std = features.mean(axis=0), features.std(axis=0) + STD_EPSILON
@@ -336,7 +328,7 @@ def _decompose(features, labels, num_classes) -> _Decomposition:
         left = x.T @ vectors
         right = _targets_product(vectors, labels, num_classes)
     # Rounding may make zero eigenvalues negative.
-    return _Decomposition(mean, std, left, np.maximum(eigs, 0.0)[:, None], right)
+    return mean, std, left, np.maximum(eigs, 0.0)[:, None], right
 
 
 def _targets_product(

@@ -199,15 +199,6 @@ def presets() -> dict[str, dict]:
     return copy.deepcopy(_PRESETS)
 
 
-def presets_of(cls: type) -> dict[str, dict]:
-    """Returns the presets of a class in the format of KerasHub's `presets`."""
-    return {
-        name: {"metadata": {"description": summary(spec), "source": spec["source"]}}
-        for name, spec in presets().items()
-        if cls.__name__ in (spec["backbone"], spec["task"])
-    }
-
-
 def summary(spec: dict) -> str:
     """Returns a preset's description, results and licence in one line."""
     if spec["weights"] is None:
