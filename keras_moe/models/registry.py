@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import NamedTuple, TypeVar
 
 import keras
 
@@ -35,48 +35,26 @@ _OPTIONAL = {
 _ENTRIES = ["description", "backbone", "config", *_OPTIONAL, "variant"]
 
 
-@overload
-def register_backbone(
-    cls: T, *, presets: Mapping[str, Mapping[str, Any]] | None = None
-) -> T: ...
-@overload
-def register_backbone(
-    cls: None = None, *, presets: Mapping[str, Mapping[str, Any]] | None = None
-) -> Callable[[T], T]: ...
-def register_backbone(cls=None, *, presets=None):
+def register_backbone(cls: T) -> T:
     """Decorator that registers a backbone family under its class name.
 
     Args:
         cls: a `MoEBackbone`, registered with Keras as serialisable.
-        presets: presets of this backbone; see `register_presets`.
 
     Example:
 
     >>> import keras
     >>> from keras_moe import models
-    >>> @models.register_backbone(
-    ...     presets={
-    ...         "my_vit": {
-    ...             "description": "A ViT of two blocks",
-    ...             "config": {"num_layers": 2, "hidden_dim": 8, "num_heads": 2},
-    ...         }
-    ...     }
-    ... )
+    >>> @models.register_backbone
     ... @keras.saving.register_keras_serializable("my_package")
     ... class MyViT(models.ViTBackbone):
     ...     pass
-    >>> type(models.from_preset("my_vit", mlp_dim=16)).__name__
+    >>> preset = {"description": "a ViT", "backbone": MyViT, "config": {"num_layers": 2}}
+    >>> models.register_presets({"my_vit": preset})
+    >>> type(models.from_preset("my_vit", hidden_dim=8, num_heads=2)).__name__
     'MyViT'
     """
-
-    def register(cls):
-        _register(cls, _BACKBONES)
-        register_presets(
-            {name: {"backbone": cls, **spec} for name, spec in (presets or {}).items()}
-        )
-        return cls
-
-    return register if cls is None else register(cls)
+    return _register(cls, _BACKBONES)
 
 
 def register_task(cls: T) -> T:
