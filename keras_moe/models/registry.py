@@ -49,9 +49,9 @@ def register_backbone(cls: T) -> T:
     ... @keras.saving.register_keras_serializable("my_package")
     ... class MyViT(models.ViTBackbone):
     ...     pass
-    >>> preset = {"description": "a ViT", "backbone": MyViT, "config": {"num_layers": 2}}
+    >>> preset = {"description": "a ViT", "backbone": MyViT, "config": {"mlp_dim": 8}}
     >>> models.register_presets({"my_vit": preset})
-    >>> type(models.from_preset("my_vit", hidden_dim=8, num_heads=2)).__name__
+    >>> type(models.abstract("my_vit")).__name__
     'MyViT'
     """
     return _register(cls, _BACKBONES)
