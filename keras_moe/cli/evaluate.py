@@ -66,11 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Image-text models have retrieval and contrastive_accuracy on images with "
         "captions, zero_shot and few_shot on images with classes.",
     )
-    parser.add_argument(
-        "--hierarchy",
-        metavar="FILE.json",
-        help="The hierarchy of the labels, as in keras_moe.data.load.",
-    )
+    hierarchy = "The hierarchy of the labels, as in keras_moe.data.load."
+    parser.add_argument("--hierarchy", metavar="FILE.json", help=hierarchy)
     parser.add_argument(
         "--class-subset",
         choices=("imagenet_a", "imagenet_r"),

@@ -67,18 +67,11 @@ INTERRUPTED = RESUMES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe",
-        nargs="?",
-        metavar="RECIPE",
-        help="The recipe: a name, or a TOML or JSON file.",
-    )
+    recipe = "The recipe: a name, or a TOML or JSON file."
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=recipe)
     add_flag(parser, "--list", "List the recipes that ship with keras_moe.")
-    add_preset(
-        parser,
-        "--preset",
-        help="Another model than the recipe's, with its weights if it has any.",
-    )
+    preset = "Another model than the recipe's, with its weights if it has any."
+    add_preset(parser, "--preset", help=preset)
     add_data(parser, " The default is the data of the recipe.")
     add_overrides(parser)
     add_overrides(
@@ -107,11 +100,9 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
         "schedule.schedule_steps=N leaves its learning rates as they were."
     )
     add_flag(group, "--extend", extend)
+    branch_from = "The checkpoint of another run to begin with."
     group.add_argument(
-        "--branch-from",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="The checkpoint of another run to begin with.",
+        "--branch-from", type=Path, metavar="CHECKPOINT", help=branch_from
     )
     cooldown = "With --branch-from, the steps in which the learning rate falls."
     add_count(group, "--cooldown", cooldown)
@@ -119,11 +110,8 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
 
 def add_looks(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("evaluation during training")
-    group.add_argument(
-        "--wandb",
-        metavar="PROJECT",
-        help="Also log the run to this project of Weights & Biases.",
-    )
+    wandb = "Also log the run to this project of Weights & Biases."
+    group.add_argument("--wandb", metavar="PROJECT", help=wandb)
     for name, what, default in (
         ("--health-every", "looks at the routers", 1),
         ("--few-shot-every", "few-shot accuracies", 0),
@@ -132,11 +120,8 @@ def add_looks(parser: argparse.ArgumentParser) -> None:
         epochs = f"The number of epochs between {what}; 0 for none."
         add_count(group, name, epochs, default, 0)
     add_shots(group, None)
-    group.add_argument(
-        "--few-shot-data",
-        metavar="SOURCE",
-        help="Images with splits train and test for it; by default the recipe's.",
-    )
+    few_shot_data = "Images with splits train and test for it; by default the recipe's."
+    group.add_argument("--few-shot-data", metavar="SOURCE", help=few_shot_data)
     report = (
         "The number of test examples of a report on the routing at the end; its first "
         "picture goes into the model card. 0 for no report."
