@@ -33,9 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "--num-classes", "Count a head for this many classes, too.")
     add_overrides(parser)
     pattern = "List the presets; with a pattern, those whose names have it."
-    parser.add_argument(
-        "--list", nargs="?", const="*", metavar="PATTERN", help=pattern
-    )
+    parser.add_argument("--list", nargs="?", const="*", metavar="PATTERN", help=pattern)
 
 
 def run(args: argparse.Namespace, console: "Console") -> Result:
