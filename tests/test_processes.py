@@ -57,15 +57,12 @@ def test_all_have_the_result_of_the_first(both):
     assert both(lambda n: _processes.broadcast_from_primary(lambda: 10 + n)) == [10, 10]
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (FileNotFoundError("bad"), OSError),
-        (ValueError("bad"), ValueError),
-        # Any other, too: the second process would wait forever.
-        (TypeError("bad"), RuntimeError),
-    ],
-)
+@pytest.mark.parametrize(("error", "expected"), [
+    (FileNotFoundError("bad"), OSError),
+    (ValueError("bad"), ValueError),
+    # Any other, too: the second process would wait forever.
+    (TypeError("bad"), RuntimeError),
+])  # fmt: skip
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_of_one_is_an_error_of_all(both, error, expected, failing):
     def work(number):

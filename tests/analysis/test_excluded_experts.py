@@ -60,13 +60,10 @@ def test_tokens_of_an_excluded_expert_go_to_the_next_best(cls, training):
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"affinity": "sparsity_constrained"},
-        {"affinity": "sinkhorn", "noise_std": 1.0, "noisy_combine": False, "seed": 0},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"affinity": "sparsity_constrained"},
+    {"affinity": "sinkhorn", "noise_std": 1.0, "noisy_combine": False, "seed": 0},
+])  # fmt: skip
 def test_clean_combine_weights_are_of_the_experts_that_are_left(options, training):
     tokens = np.random.default_rng(0).normal(size=(2, 6, 4)).astype("float32")
     router = TokenChoiceRouter(

@@ -65,14 +65,11 @@ def test_scores_by_hand():
     assert scores("reap", "text") == pytest.approx([0.0, 1.0, 1 / 9, 0.0])
 
 
-@pytest.mark.parametrize(
-    ("options", "experts", "covered"),
-    [
-        ({}, [1, 2, 3, 0], [0.5, 0.7, 0.9, 1.0]),
-        ({"by": "mass"}, [2, 1, 0, 3], [0.45, 0.825, 0.95, 1.0]),
-        ({"criterion": "reap"}, [0, 1, 3, 2], [0.1, 0.6, 0.8, 1.0]),
-    ],
-)
+@pytest.mark.parametrize(("options", "experts", "covered"), [
+    ({}, [1, 2, 3, 0], [0.5, 0.7, 0.9, 1.0]),
+    ({"by": "mass"}, [2, 1, 0, 3], [0.45, 0.825, 0.95, 1.0]),
+    ({"criterion": "reap"}, [0, 1, 3, 2], [0.1, 0.6, 0.8, 1.0]),
+])  # fmt: skip
 def test_coverage_by_hand(options, experts, covered):
     curve = coverage_curves(HAND, groups="image", **options)["block_1"]
     np.testing.assert_array_equal(curve.experts, experts)

@@ -5,6 +5,7 @@ from keras_moe import layers
 from keras_moe.layers.position_embedding import cubic_weights, linear_weights
 from tests import golden
 from tests.compare import assert_close, assert_same
+from tests.refusals import refuses
 
 WEIGHTS = {"bilinear": linear_weights, "bicubic": cubic_weights}
 # timm's `resample_patch_embed` of the kernels 0, 1, ... of 2 x 2 to 3 x 3, and of 4 x 4
@@ -90,8 +91,7 @@ def test_stored_kernels_that_cannot_fit(shape):
     layer = layers.PatchEmbedding(8, 4)
     layer.build((None, 8, 8, 3))
     Declared.shape = shape
-    with pytest.raises(ValueError, match="received: "):
-        layer.load_own_variables({"0": Declared(), "1": None})
+    refuses("received: ", layer.load_own_variables, {"0": Declared(), "1": None})
 
 
 def test_resizing_is_that_of_the_releases():
@@ -132,5 +132,4 @@ def test_sincos_by_hand():
     x, y = np.array([2.0, 2e-4]), np.array([1.0, 1e-4])
     expected = np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)])
     assert_close(table[5], expected, 1e-6)
-    with pytest.raises(ValueError, match="dim=6"):
-        layers.sincos_table((2, 2), 6)
+    refuses("dim=6", layers.sincos_table, (2, 2), 6)

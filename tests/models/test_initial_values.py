@@ -10,6 +10,7 @@ import pytest
 
 from keras_moe import models
 from tests.compare import assert_close, assert_same
+from tests.refusals import refuses
 from tests.small_models import presets_of_each_kind
 
 PRESETS = models.builtin_presets()
@@ -290,8 +291,7 @@ def test_rules_of_the_users_own_come_before_the_layers():
     ("gpt2", "mumoe_mixer", "initialization for DecoderConfig"),
 ])  # fmt: skip
 def test_unknown_initializations_are_refused(name, value, message):
-    with pytest.raises(ValueError, match=message):
-        fresh(name, initialization=value)
+    refuses(message, fresh, name, initialization=value)
 
 
 def test_a_rule_that_cannot_be_meant_warns():

@@ -15,6 +15,7 @@ from tests import golden
 from tests.backends import every_backend_for
 from tests.calls import compiled
 from tests.compare import assert_close, assert_same
+from tests.refusals import refuses
 from tests.training_gradients import training_gradients
 
 FOLDER = "17_moepp_lm"
@@ -284,8 +285,7 @@ def test_configs_of_other_weights_are_refused(changes, message, tmp_path):
     source = released(tmp_path)
     path = tmp_path / "source" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    with pytest.raises(ValueError, match=message):
-        models.from_preset(source)
+    refuses(message, models.from_preset, source)
 
 
 @pytest.mark.parametrize(("overrides", "message"), [

@@ -30,19 +30,16 @@ def batches_of(model, data, **kwargs):
     return list(routed_batches(reported_model(model), data, **kwargs))
 
 
-@pytest.mark.parametrize(
-    ("labels", "expected"),
-    [
-        (np.array([2.0, 0.0]), [2, 0]),
-        (np.array([[2], [1]], "uint8"), [2, 1]),
-        (np.eye(3, dtype="float32")[[2, 0]], [2, 0]),
-        # No label, and several.
-        (np.array([[0.0, 0.0], [1.0, 1.0], [0.0, 1.0]]), [-1, -1, 1]),
-        (np.array([[2, -1], [0, 2], [-1, -1]]), [2, -1, -1]),
-        ({"image_ids": [1], "text_ids": [2]}, None),
-        (None, None),
-    ],
-)
+@pytest.mark.parametrize(("labels", "expected"), [
+    (np.array([2.0, 0.0]), [2, 0]),
+    (np.array([[2], [1]], "uint8"), [2, 1]),
+    (np.eye(3, dtype="float32")[[2, 0]], [2, 0]),
+    # No label, and several.
+    (np.array([[0.0, 0.0], [1.0, 1.0], [0.0, 1.0]]), [-1, -1, 1]),
+    (np.array([[2, -1], [0, 2], [-1, -1]]), [2, -1, -1]),
+    ({"image_ids": [1], "text_ids": [2]}, None),
+    (None, None),
+])  # fmt: skip
 def test_labels(labels, expected):
     result = labels_of(labels)
     assert (None if result is None else result.tolist()) == expected

@@ -13,40 +13,37 @@ from tools import run_tests
 BENCHMARKS = ROOT / "tools" / "benchmark"
 
 
-@pytest.mark.parametrize(
-    ("command", "columns"),
-    [
-        (
-            "moe_layer --tokens 32 --dim 8 --mlp-dim 16 --experts 4 --selected 1 "
-            "--routers softmax_token_choice",
-            [{"candidate", "median ms", "over experts", "TFLOP/s"}],
-        ),
-        (
-            "dropless --tables dropless moe++ --tokens 16 --dim 8 --mlp-dim 8 "
-            "--experts 4",
-            [{"over capacity"}] * 2 + [{"over vanilla"}] * 2,
-        ),
-        (
-            "vmoe_step --preset vmoe_digits --batch-size 2 --dtype mixed_bfloat16 "
-            "--chip h200 --forms V-MoE dropless einsum",
-            [{"over einsum"}, {"tokens/s", "TFLOP/s", "% of peak"}],
-        ),
-        (
-            "expert_ablation --preset vmoe_digits --experts 3 --classes 4 --images 6 "
-            "--image-size 16 --rank 2",
-            [{"experts", "per image", "all ablated, passes", "naive over it"}],
-        ),
-        (
-            "mumoe_layer --parts layers entmax --images 1 --tokens 8 --dim 8 "
-            "--experts 4 --entmax-experts 8",
-            [{"over dense"}, {"MiB", "with outputs"}, {"over softmax"}],
-        ),
-        (
-            "few_shot --examples 40 --tests 20 --dim 6 --classes 4 --numbers 1 30",
-            [{"over big_vision's algorithm"}] * 2 + [{"l2", "largest difference"}],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("command", "columns"), [
+    (
+        "moe_layer --tokens 32 --dim 8 --mlp-dim 16 --experts 4 --selected 1 "
+        "--routers softmax_token_choice",
+        [{"candidate", "median ms", "over experts", "TFLOP/s"}],
+    ),
+    (
+        "dropless --tables dropless moe++ --tokens 16 --dim 8 --mlp-dim 8 "
+        "--experts 4",
+        [{"over capacity"}] * 2 + [{"over vanilla"}] * 2,
+    ),
+    (
+        "vmoe_step --preset vmoe_digits --batch-size 2 --dtype mixed_bfloat16 "
+        "--chip h200 --forms V-MoE dropless einsum",
+        [{"over einsum"}, {"tokens/s", "TFLOP/s", "% of peak"}],
+    ),
+    (
+        "expert_ablation --preset vmoe_digits --experts 3 --classes 4 --images 6 "
+        "--image-size 16 --rank 2",
+        [{"experts", "per image", "all ablated, passes", "naive over it"}],
+    ),
+    (
+        "mumoe_layer --parts layers entmax --images 1 --tokens 8 --dim 8 "
+        "--experts 4 --entmax-experts 8",
+        [{"over dense"}, {"MiB", "with outputs"}, {"over softmax"}],
+    ),
+    (
+        "few_shot --examples 40 --tests 20 --dim 6 --classes 4 --numbers 1 30",
+        [{"over big_vision's algorithm"}] * 2 + [{"l2", "largest difference"}],
+    ),
+])  # fmt: skip
 def test_benchmarks_run(capsys, monkeypatch, command, columns):
     name, *arguments = command.split()
     path = BENCHMARKS / f"{name}.py"

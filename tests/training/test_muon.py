@@ -43,15 +43,12 @@ def moved(optimizer, path, value, gradients):
 
 
 @pytest.mark.every_backend
-@pytest.mark.parametrize(
-    ("rule", "options"),
-    [
-        ("match_rms_adamw", {}),
-        ("match_rms_adamw", {"nesterov": False, "ns_steps": 3, "momentum": 0.8}),
-        # Without a factor, which is 1 for matrices of no more rows than columns.
-        ("original", {"rms_rate": None}),
-    ],
-)
+@pytest.mark.parametrize(("rule", "options"), [
+    ("match_rms_adamw", {}),
+    ("match_rms_adamw", {"nesterov": False, "ns_steps": 3, "momentum": 0.8}),
+    # Without a factor, which is 1 for matrices of no more rows than columns.
+    ("original", {"rms_rate": None}),
+])  # fmt: skip
 def test_every_matrix_moves_as_with_torch(rule, options, monkeypatch):
     torch = pytest.importorskip("torch")
     # PyTorch's takes its steps of Newton and Schulz in bfloat16, whatever it is given.

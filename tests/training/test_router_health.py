@@ -10,6 +10,7 @@ import pytest
 
 from keras_moe import models, training
 from keras_moe.analysis import expert_usage, prune_experts, select_experts
+from tests.refusals import refuses
 from tests.small_models import SMALL, with_weights
 from tests.training.runs import assert_same_models
 
@@ -79,8 +80,7 @@ def test_pairs_have_figures_by_modality(mask_padding):
     token_ids = np.array([[1, 7, 8, 0], [1, 8, 0, 0]], "int32")
     padding_mask = token_ids != 0
     pairs = {"images": IMAGES, "token_ids": token_ids, "padding_mask": padding_mask}
-    with pytest.raises(ValueError, match=r"lengths \[2, 8\]"):
-        training.RouterHealth(pairs)
+    refuses(r"lengths \[2, 8\]", training.RouterHealth, pairs)
     pairs["images"] = IMAGES[:2]
     health = training.RouterHealth(pairs, training=False)
     health.set_model(model)
