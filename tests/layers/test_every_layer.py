@@ -180,30 +180,6 @@ def test_layer(name, tmp_path):
     check_layer(MAKERS[name], inputs, tmp_path, no_gradient=no_gradient.get(name, ()))
 
 
-# Those made of layers whose policies may differ from their own. On JAX each of the
-# others would take seconds.
-OF_LAYERS = ("Block", "LayerScale", "MoE", "MoE of several expert types")
-
-
-@pytest.mark.parametrize(
-    "name", every_backend_for(MAKERS, *OF_LAYERS, "MoEBlock", "TokenMuMoE")
-)
-# What Keras says of layers without weights, and of weights that their call ignores.
-@pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
-@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
-def test_by_keras(name):
-    """Keras's own test: config, shapes, dtypes, a step of training, mixed precision."""
-    from keras.src.testing import TestCase
-
-    layer, reads_ids = MAKERS[name](), name.endswith("TokenEmbedding")
-    TestCase().run_layer_test(
-        type(layer),
-        layer.get_config(),
-        (B, N) if reads_ids else SHAPES.get(name, (B, N, D)),
-        "int32" if reads_ids else "float32",
-    )
-
-
 @pytest.mark.parametrize("shape", [(B, 5, D), (B, 5, E, D)])
 def test_experts_name_the_shape_that_they_expect(shape):
     message = rf"\(groups, 4, capacity, dim\).*received: inputs.shape=\({shape[0]}, 5"

@@ -68,15 +68,12 @@ def test_numbers_of_timm(case, expected):
     assert_close(actual.ravel(), expected, 1e-4, 1e-4)
 
 
-def test_the_same_size_and_the_dtype_are_kept():
+def test_the_same_size_the_dtype_and_numpys_integers():
     kernel = np.random.default_rng(0).normal(size=(4, 3, 2, 5)).astype("float32")
     actual = layers.resize_patch_kernel(kernel, (4, 3))
     assert_close(actual, kernel, 1e-6, 1e-6)
     assert actual.dtype == np.float32
     assert layers.resize_patch_kernel(kernel.astype("float16"), 8).dtype == np.float16
-
-
-def test_numpys_integers_are_sizes():
     assert layers.PatchEmbedding(8, np.int64(4)).patch_size == (4, 4)
     assert layers.PatchEmbedding(8, np.array([4, 2])).patch_size == (4, 2)
 

@@ -88,14 +88,6 @@ def test_masked_tokens_have_no_mass_and_change_nothing():
     assert all((x == 0).all() for x in nobody)
 
 
-def test_by_hand():
-    # One iteration: columns to 1, then rows to 1.
-    logits = np.log([[[1.0, 3.0], [1.0, 1.0]]])
-    plan, *_ = solve(logits, iterations=1)
-    scaled = np.array([[0.5, 0.75], [0.5, 0.25]])
-    assert_close(plan[0], scaled / scaled.sum(1, keepdims=True), 1e-6)
-
-
 def test_minus_infinity_forbids_a_pair():
     logits = np.full((1, 6, 3), -np.inf)
     logits[0, np.arange(6), np.arange(6) % 2] = 0.0  # nobody may go to expert 2
