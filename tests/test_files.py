@@ -339,13 +339,6 @@ def test_files_are_read_and_written_in_one_way(by_itself, known):
     assert places == set(known)
 
 
-def test_a_planted_reader_is_seen():
-    assert reads_by_itself("open(path)")
-    assert reads_by_itself("Path(path).read_text()")
-    assert reads_by_itself("read(tf.io.read_file, path)")
-    assert not reads_by_itself("safe_open(regular_file(path), 'np')")
-
-
 def test_a_link_may_be_the_users_own_and_may_not_lead_out(tmp_path):
     inside, outside = tmp_path / "in", tmp_path / "out"
     for folder in (inside / "sub", outside):

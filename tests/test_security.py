@@ -64,22 +64,6 @@ def test_the_package_calls_nothing_that_runs_loaded_code():
         assert breaches(path.read_text(encoding="utf-8")) == [], path
 
 
-@pytest.mark.parametrize("source", [
-    "import pickle",
-    "from joblib import load",
-    "eval(text)",
-    "np.load(path)",
-    "np.load(path, allow_pickle=True)",
-    "np.load(path, allow_pickle=wanted)",
-    "keras.saving.load_model(path, safe_mode=False)",
-    "torch.load(path)",
-    "keras.config.enable_unsafe_deserialization()",
-])  # fmt: skip
-def test_a_planted_breach_is_seen(source):
-    assert len(breaches(source)) == 1
-    assert breaches("model.eval()\nnp.load(path, allow_pickle=False)") == []
-
-
 @pytest.mark.parametrize(("file", "argument"), [
     ("config.json", "moe"),
     ("config.json", "dtype"),

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe import _compat, layers, models
+from keras_moe import _compat, models
 from tests.compare import assert_close, assert_same
 from tests.keras_hub_language_models import IDS, PROMPTS, TEXTS, language_model
 from tests.refusals import refuses
@@ -92,18 +92,3 @@ def test_a_replaced_layer_is_forgotten():
     assert len(owner.weights) == 1
     assert owner.layer is other
     assert len(model.weights) == 2
-
-
-def test_experts_that_are_not_chosen_are_not_computed(monkeypatch):
-    model = models.replace_moe(language_model("Mixtral"))
-    rows = []
-    call = layers.Experts.call
-
-    def recorded(self, inputs, group_sizes=None, training=None):
-        rows.append(tuple(inputs.shape))
-        return call(self, inputs, group_sizes, training=training)
-
-    monkeypatch.setattr(layers.Experts, "call", recorded)
-    model({"token_ids": IDS[:1, :1], "padding_mask": np.ones((1, 1))})
-    # Two choices in each of two blocks.
-    assert rows == [(2, 8), (2, 8)]

@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -316,11 +317,13 @@ def test_saving_replaces_the_preset_and_keeps_other_files(tmp_path):
     folder = tmp_path / "preset"
     digits_model().save_to_preset(folder)
     (folder / "README.md").write_text("mine")
+    folder.chmod(0o700)
     backbone = models.from_preset("vmoe_digits", task="backbone", load_weights=False)
     backbone.save_weights(folder / "epoch_3.weights.h5")
     backbone.save_to_preset(folder)
     assert (folder / "README.md").read_text() == "mine"
     assert (folder / "epoch_3.weights.h5").exists()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     # The old task would not fit the new backbone.
     assert not (folder / "task.json").exists()
     assert isinstance(models.from_preset(str(folder)), ViTBackbone)

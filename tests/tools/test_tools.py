@@ -98,32 +98,6 @@ def test_whole_models_are_compiled_beside_the_official_one(tmp_path):
     assert 0 < forward["temporary MiB"] < gradients["temporary MiB"]
 
 
-REPORT = """<testsuites><testsuite>
-<testcase classname="tests.test_a" name="test_x" time="1.5" />
-<testcase classname="tests.test_a" name="test_y" time="1"><failure /></testcase>
-<testcase classname="tests.tools.test_b" name="test_z" time="61"><skipped /></testcase>
-<testcase classname="" name="tests.test_c" time="0"><error /></testcase>
-</testsuite></testsuites>"""
-
-
-def test_the_runner_adds_up_reports(tmp_path):
-    path = tmp_path / "report.xml"
-    path.write_text(REPORT)
-    counts, seconds = run_tests.read_report(path)
-    assert counts == {"passed": 1, "failed": 1, "skipped": 1, "errors": 1}
-    assert seconds == {
-        "tests/test_a.py": 2.5,
-        "tests/tools/test_b.py": 61,
-        "tests/test_c.py": 0,
-    }
-    both = [run_tests.Outcome(x, 1, counts, seconds) for x in ("jax", "torch")]
-    line = run_tests.closing_line(both, 65.0)
-    assert line == "2 failed, 2 passed, 2 skipped, 2 errors in 65.00s (0:01:05)"
-    # Of a process that died.
-    path.write_text("")
-    assert run_tests.read_report(path) == ({}, {})
-
-
 def runs(*backends, lane="both", **options):
     options = {"fast": False, "jobs": 1, "pytest_args": ["-x"]} | options
     return run_tests.runs(SimpleNamespace(backends=backends, lane=lane, **options))

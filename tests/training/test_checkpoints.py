@@ -66,6 +66,7 @@ def names(folder):
 
 @pytest.mark.every_backend
 def test_what_is_saved_comes_back(tmp_path, kind):
+    assert training.find_checkpoint(tmp_path) is None
     save(tmp_path, 5, seed=1)
     actual = training.find_checkpoint(tmp_path)
     assert (actual.step, actual.state) == (5, {"seed": 1})
@@ -182,13 +183,6 @@ def test_names_outside_the_folder_are_refused(tmp_path, group):
     content["sha256"][f"{group}.safetensors"] = content["sha256"]["model.safetensors"]
     (path / "state.json").write_text(json.dumps(checkpoint_files.signed(content)))
     refuses(f"no link; received: '{group}.safetensors'", training.open_checkpoint, path)
-
-
-def test_if_all_are_damaged_nothing_starts_over_by_itself(tmp_path):
-    assert training.find_checkpoint(tmp_path) is None
-    cut(save(tmp_path, 1) / "state.json")
-    with pytest.raises(ValueError, match=r"step-00000001 \(state.json is damaged"):
-        training.find_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("failing", ["os.fsync", "os.rename", "save_file", "orbax"])

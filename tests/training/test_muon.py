@@ -91,22 +91,6 @@ def test_experts_move_as_each_by_itself(dtype):
     assert steps[:3].max() < 1.5 * steps[:3].min()
 
 
-def test_a_step_by_hand():
-    # The singular values of 4 I are equal: after division by the norm, 2^-1/2 each, and
-    # x -> a x + b x^3 + c x^5.
-    x = 2**-0.5
-    for _ in range(2):
-        x = 3.4445 * x - 4.7750 * x**3 + 2.0315 * x**5
-    weight = moved(
-        training.Muon(0.1, weight_decay=0.5, ns_steps=2),
-        "mlp/hidden/kernel",
-        np.eye(2),
-        [4 * np.eye(2, dtype="float32")],
-    )
-    expected = (1 - 0.1 * 0.5 - 0.1 * 0.2 * 2**0.5 * x) * np.eye(2)
-    np.testing.assert_allclose(weight, expected, rtol=1e-5)
-
-
 # Which weights
 
 

@@ -83,16 +83,6 @@ def test_parts_are_stored_and_drawn(study, tmp_path):
     assert (tmp_path / "patches_block_0.png").stat().st_size > 3_000
 
 
-def test_table_8_by_command(study, tmp_path):
-    text = study("--parts", "costs", "--output", tmp_path)
-    rows = json.loads((tmp_path / "results.json").read_text())["costs"]
-    for name, naive, factorized in (("CP", 155.1, 1.44), ("TR", 622.8, 3.56)):
-        assert round(rows[name]["naive"] / 1e9, 1) == naive
-        assert round(rows[name]["factorized"] / 1e6, 2) == factorized
-    assert "155.1B" in text
-    assert "622.8B" in text
-
-
 def test_heads_are_trained_and_drawn(study, tmp_path):
     parts = ["activation", "normalization", "matched", "capacity"]
     arguments = ["--parts", *parts, "--output", tmp_path, *TINY, "--epochs", "3"]
