@@ -3,14 +3,13 @@
 import keras
 import numpy as np
 import pytest
-from keras import ops
 
 from keras_moe import analysis, models
 from keras_moe.routers import PathwayAwareRouter, TokenChoiceRouter
 from tests import small_models
+from tests.compare import assert_same, to_numpy
 from tests.small_models import images
 
-to_numpy = ops.convert_to_numpy
 SHAPE = (16, 8, 2)
 CLASSES = 3
 LABELS = np.arange(24) % CLASSES
@@ -104,8 +103,7 @@ def test_types_are_excluded_from_a_model_that_is_saved(tmp_path):
     without.save_to_preset(tmp_path / "preset")
     again = models.from_preset(tmp_path / "preset")
     np.testing.assert_allclose(again.predict(inputs, verbose=0), outputs, atol=1e-6)
-    for weight, value in zip(model.weights, before):
-        np.testing.assert_array_equal(to_numpy(weight), value)
+    assert_same(model.weights, before)
 
 
 def shares(model, inputs):

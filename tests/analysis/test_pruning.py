@@ -5,7 +5,6 @@ import json
 import keras
 import numpy as np
 import pytest
-from keras import ops
 
 from keras_moe import models
 from keras_moe.analysis import (
@@ -25,10 +24,10 @@ from keras_moe.analysis.usage import routing_usage
 from keras_moe.ops import Routing
 from keras_moe.routers._pruned import METHODS
 from tests import small_models
+from tests.compare import to_numpy
 from tests.pair_models import IDS, MOE, PAIRS, TEXTS, clip, limoe, text_of_modalities
 from tests.small_models import images, with_weights
 
-to_numpy = ops.convert_to_numpy
 PRUNINGS = (mask_experts, prune_experts)
 SHAPE = (3, 16, 8, 2)
 # Experts 2 and 3 have equal numbers of tokens.

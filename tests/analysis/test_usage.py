@@ -15,11 +15,11 @@ from keras_moe.analysis import (
 )
 from keras_moe.analysis.usage import routing_usage
 from keras_moe.ops import Routing
+from tests.compare import to_numpy
 from tests.pair_models import IDS, PAIRS, TEXTS, clip, limoe, text_of_modalities
 from tests.refusals import refuses
 from tests.small_models import classifier, images, with_weights
 
-to_numpy = ops.convert_to_numpy
 SHAPE = (5, 16, 8, 2)
 LABELS = np.array([0, 1, 1, 2, 0])
 pytestmark = pytest.mark.usefixtures("op_by_op")

@@ -90,17 +90,6 @@ def test_a_linear_probe_chooses_its_penalty_without_the_test_set():
         linear_probe(features[:1], labels[:1], *test)
 
 
-def test_ridge_by_hand():
-    # Features -1 and 1 have mean 0 and std 1 (+ 1e-5), so X = [[-1, 100], [1, 100]]
-    # and X^T X = diag(2, 20000). Class 1 has targets (-1, 1), so X^T y = (2, 0);
-    # both classes' targets cancel in the bias.
-    ridge = ridge_regression([[-1.0], [1.0]], [0, 1], num_classes=2, l2=2.0)
-    # The zeros are sums of +-0.5, whose rounding depends on the eigenvectors' signs.
-    expected = [[-0.5, 0.5], [0, 0]]
-    np.testing.assert_allclose(ridge.weights, expected, rtol=2e-5, atol=1e-16)
-    np.testing.assert_allclose(ridge.scores([[4.0]]), [[-2, 2]], rtol=4e-5)
-
-
 @given(
     examples=st.integers(4, 12),
     dim=st.integers(1, 12),

@@ -7,12 +7,11 @@ from keras import ops
 
 from keras_moe.layers import Experts
 from tests.calls import call
-from tests.compare import assert_close, assert_same
+from tests.compare import assert_close, assert_same, to_numpy
 from tests.refusals import refuses
 from tests.training_gradients import training_gradients
 
 E, D, H, C, RANK = 3, 8, 12, 5, 2
-to_numpy = ops.convert_to_numpy
 COUNTS = np.array([4, 0, 3], "int32")
 
 

@@ -5,11 +5,10 @@ import pytest
 from keras import ops
 
 from keras_moe import layers
-from tests.compare import assert_close, assert_same
+from tests.compare import assert_close, assert_same, to_numpy
 from tests.gradients import gradient
 from tests.refusals import refuses
 
-to_numpy = ops.convert_to_numpy
 TOKENS = np.arange(12, dtype="float32").reshape(2, 6, 1)
 MASK = np.array([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]], "bool")
 IDS = np.array([[8, 3, 9, 9, 9, 9], [9, 1, 2, 7, 2, 7]], "int32")

@@ -9,14 +9,13 @@ import pytest
 
 from keras_moe import models, training
 from tests.backends import every_backend_for
-from tests.compare import assert_close, assert_same
+from tests.compare import assert_close, assert_same, to_numpy
 from tests.models.kinds_of_models import KINDS, vit
 from tests.pair_models import IDS, IMAGE, MOE, PAIRS, TEXT
 from tests.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
-to_numpy = keras.ops.convert_to_numpy
 LABELS = np.array([0, 1, 2])
 TASKS = every_backend_for(list(KINDS), "vmoe", "limoe", "gpt2")
 
@@ -250,8 +249,7 @@ def test_adapters_are_trained_on_after_loading(tmp_path):
         assert len([path for path in trained if "lora" in path]) == 18
         actual = [*other.weights, *other.optimizer.variables]
         assert [x.name for x in actual] == [x.name for x in expected]
-        for a, b in zip(actual, expected):
-            assert_close(a, b, 0, 1e-6)
+        assert_close(actual, expected, 0, 1e-06)
 
 
 def test_files_of_weights_and_presets_have_no_adapters(tmp_path):

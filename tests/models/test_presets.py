@@ -147,22 +147,6 @@ def test_heads_of_presets_fit_what_is_overridden():
     assert costs.parameters == trained
 
 
-def test_describe_by_hand():
-    description = models.describe(
-        "vit_s32", image_shape=(64, 32, 3), hidden_dim=4, num_layers=1, num_heads=1,
-        mlp_dim=8, num_classes=2,
-    )  # fmt: skip
-    assert description.num_tokens == 3
-    embedding, block, norm, head = description.parts
-    assert embedding.parameters == 32 * 32 * 3 * 4 + 4 + 4 + 3 * 4
-    assert embedding.flops == 2 * 2 * 32 * 32 * 3 * 4
-    attention, mlp = 4 * (4 * 4 + 4), (4 * 8 + 8) + (8 * 4 + 4)
-    assert block.parameters == attention + mlp + 4 * 4
-    assert block.flops == 2 * 3 * 4 * (4 * 4) + 2 * 2 * 3 * 3 * 4 + 2 * 3 * 2 * 4 * 8
-    assert (norm.parameters, head.parameters, head.flops) == (8, 10, 16)
-    assert description.active_parameters == description.parameters
-
-
 def test_loading_and_saving_is_quiet(saved, tmp_path, recwarn):
     model = models.from_preset(str(saved[0]))
     model.fit(IMAGES, np.zeros(3), verbose=0)

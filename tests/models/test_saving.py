@@ -24,12 +24,12 @@ from keras_moe.models.saving._preset_folder import (
     staged,
 )
 from keras_moe.training import greedy_soup
+from tests.compare import to_numpy
 from tests.forks import run_python
 from tests.refusals import refuses
 from tests.small_models import classifier, vit
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
-to_numpy = keras.ops.convert_to_numpy
 
 
 @pytest.fixture(scope="module")

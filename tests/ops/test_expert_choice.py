@@ -7,13 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_moe.ops import SlotPlan, expert_choice
-from tests.compare import assert_close, assert_same
+from tests.compare import assert_close, assert_same, to_numpy
 from tests.ops import reference
 
 # (G, S, E, C)
 SHAPES = [(2, 6, 4, 2), (1, 5, 3, 5), (2, 3, 6, 1)]
 some = settings(max_examples=25, deadline=None, derandomize=True, database=None)
-to_numpy = keras.ops.convert_to_numpy
 
 
 def route(affinity, gates, capacity, mask=None, normalize_gates=None):

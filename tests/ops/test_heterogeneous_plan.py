@@ -1,6 +1,5 @@
 """Token choice where the last experts act in place: slots for the first ones only."""
 
-import keras
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,12 +13,11 @@ from keras_moe.ops import (
     heterogeneous_capacity,
     token_choice,
 )
-from tests.compare import assert_close, assert_same
+from tests.compare import assert_close, assert_same, to_numpy
 from tests.ops import reference
 from tests.refusals import refuses
 
 some = settings(max_examples=15, deadline=None, derandomize=True, database=None)
-to_numpy = keras.ops.convert_to_numpy
 # (G, S, E, Z, K, C, C_in_place)
 PROBLEMS = [(2, 7, 6, 3, 2, 2, 3), (1, 9, 4, 1, 3, 1, 1), (2, 5, 5, 4, 2, 4, None)]
 

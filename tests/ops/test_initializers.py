@@ -5,9 +5,8 @@ from keras import initializers, ops
 
 from keras_moe.layers import MLP, Attention, PerExpert
 from keras_moe.ops._initializers import PathInitializer, initial_values, skip_init
-from tests.compare import assert_same
+from tests.compare import assert_same, to_numpy
 
-to_numpy = ops.convert_to_numpy
 on_jax = keras.backend.backend() == "jax"
 
 SHAPE = (50, 400)

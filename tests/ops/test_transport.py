@@ -7,10 +7,8 @@ import pytest
 from keras_moe.ops import sinkhorn
 from tests import golden
 from tests.backends import every_backend_for
-from tests.compare import assert_close
+from tests.compare import assert_close, to_numpy
 from tests.gradients import gradient
-
-to_numpy = keras.ops.convert_to_numpy
 
 
 def solve(logits, iterations=20, mask=None):

@@ -11,6 +11,7 @@ from keras_moe import layers, models
 from keras_moe.report import write_report
 from keras_moe.report._data import labels_of, routed_batches
 from keras_moe.report.model import reported_model
+from tests.compare import assert_same
 from tests.small_models import images, small_classifier, small_pairs_model
 
 SURROGATE = "a\ud800b"
@@ -143,8 +144,7 @@ def test_the_global_policy_changes_no_routing(model):
     (expected,) = batches_of(model, pixels)
     keras.config.set_dtype_policy("mixed_bfloat16")
     (batch,) = batches_of(model, pixels)
-    for actual, own in zip(batch.routing["block_1"], expected.routing["block_1"]):
-        np.testing.assert_array_equal(actual, own)
+    assert_same(batch.routing["block_1"], expected.routing["block_1"])
     np.testing.assert_array_equal(batch.outputs, expected.outputs)
 
 

@@ -8,10 +8,9 @@ import pytest
 
 from keras_moe import training
 from keras_moe.training import BestEpoch, Recipe, train
+from tests.compare import to_numpy
 from tests.refusals import refuses
 from tests.training import runs
-
-to_numpy = keras.ops.convert_to_numpy
 
 # Of the epochs.
 SCORES = [0.1, 0.5, 0.4, 0.5, 0.6, 0.2, 0.1]

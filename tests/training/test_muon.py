@@ -9,9 +9,8 @@ import pytest
 
 from keras_moe import models, training
 from keras_moe.models import abstract
+from tests.compare import to_numpy
 from tests.forks import run_python
-
-to_numpy = keras.ops.convert_to_numpy
 
 EXPERTS = "block_0/moe/experts/hidden_kernel"
 # Paths, shapes, and shapes as matrices.

@@ -78,9 +78,6 @@ def test_an_objective_from_outside_trains(tmp_path):
         quick_run(tmp_path / "ended", mine, Ends(4), every=1)
     again = quick_run(tmp_path / "ended", mine, every=1)
     assert again.history == actual.history
-
-
-def test_a_loss_of_it_that_is_not_finite_says_where():
     mine = recipe(scale=1e30).replace(schedule={"best": None})
     refuses("The first NaN or Inf was in the loss", training.train, mine, verbose=0)
 

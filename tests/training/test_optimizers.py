@@ -11,10 +11,8 @@ import pytest
 from keras_moe import training
 from keras_moe.models import abstract
 from keras_moe.training.optimizers import OPTIMIZERS, group_factors, layer_factors
-from tests.compare import assert_same
+from tests.compare import assert_close, assert_same, to_numpy
 from tests.refusals import refuses
-
-to_numpy = keras.ops.convert_to_numpy
 
 
 def weights(value=1.0):
@@ -118,8 +116,7 @@ def test_groups_of_every_optimizer_are_that_optimizer(name):
         apply(grouped, together, gradient=0.3 + step)
         for single, variable in zip(singles, alone, strict=False):
             apply(single, [variable], gradient=0.3 + step)
-    for one, other in zip(together, alone, strict=True):
-        np.testing.assert_allclose(to_numpy(one), to_numpy(other), rtol=1e-5)
+    assert_close(together, alone, rtol=1e-05)
     # And the last group stays.
     assert (to_numpy(together[3]) == 0.5).all()
     assert (to_numpy(together[0]) != 0.5).all()
@@ -217,8 +214,7 @@ def test_accumulated_batches_are_one_batch(name):
 
     whole, parts = trained(8), trained(2, gradient_accumulation_steps=4)
     assert whole[0] == parts[0] == 6
-    for one, other in zip(whole[1], parts[1], strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5)
+    assert_close(whole[1], parts[1], atol=2e-05)
 
 
 @pytest.mark.every_backend

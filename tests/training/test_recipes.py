@@ -9,10 +9,10 @@ import pytest
 
 from keras_moe import data
 from keras_moe.training import Classification, MultiLabel, Recipe, load_recipe, train
+from tests.compare import to_numpy
 from tests.training.pair_folder import pair_recipe
 from tests.training.runs import changed, linear_model, short_recipe
 
-to_numpy = keras.ops.convert_to_numpy
 SMALL = {"image_shape": (4, 4, 1), "patch_size": 2, "hidden_dim": 4, "num_layers": 1}
 SMALL |= {"token_mlp_dim": 4, "mlp_dim": 4, "num_experts": 2}
 

@@ -7,11 +7,9 @@ import pytest
 from keras_moe import layers, routers, training
 from keras_moe._compat import random_states
 from keras_moe.training import Recipe, train
-from tests.compare import assert_same
+from tests.compare import assert_same, to_numpy
 from tests.refusals import refuses
 from tests.training import runs
-
-to_numpy = keras.ops.convert_to_numpy
 
 
 def tokens_model(self=None, num_classes=10):

@@ -4,7 +4,6 @@ import math
 import re
 from pathlib import Path
 
-import keras
 import numpy as np
 import pytest
 
@@ -22,8 +21,8 @@ from keras_moe.training import (
     load_recipe,
 )
 from keras_moe.training.optimizers import group_factors
+from tests.compare import to_numpy
 
-to_numpy = keras.ops.convert_to_numpy
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = ("s32", "s16", "b32", "b16", "l32", "l16")
 EMOJI = ("limoe_emoji", "clip_emoji", "clip_up_emoji")
