@@ -27,8 +27,6 @@ def test_what_is_written_is_there_as_a_whole(tmp_path):
         assert json.loads(path.read_text(encoding="utf-8")) == value
     assert os.listdir(tmp_path) == ["one.json"]
 
-
-def test_what_json_does_not_have_is_null(tmp_path):
     def refuse(name):
         raise ValueError(name)
 

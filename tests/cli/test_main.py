@@ -107,9 +107,6 @@ def test_results_are_tables_or_json(program, work, tmp_path):
     written = program("describe", "x", "--json", path)
     assert written.output == shown.output
     assert json.loads(path.read_text()) == expected
-
-
-def test_another_process_prints_the_result(program, work):
     work(lambda args, console: None)
     assert program("describe", "x", "--json") == (0, "", "")
 

@@ -33,9 +33,6 @@ def test_a_hierarchy_is_its_file(tmp_path):
     np.testing.assert_array_equal(again.table(), hierarchy.table())
     assert again != LabelHierarchy(CLASSES, {})
     assert LabelHierarchy(**json.loads(json.dumps(hierarchy.to_dict()))) == hierarchy
-
-
-def test_long_chains():
     names = [str(index) for index in range(3000)]
     parents = {a: [b] for a, b in itertools.pairwise(names)}
     assert LabelHierarchy(names, parents).close([0]) == list(range(3000))

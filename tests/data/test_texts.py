@@ -94,7 +94,7 @@ def test_ids_that_are_no_integers_of_32_bits(ids):
         load_rows({"token_ids": np.array(ids)}, 1)
 
 
-def test_rows_go_on_anywhere():
+def test_rows_go_on_anywhere_and_are_of_each_source_by_weight():
     def read(take, **options):
         batches = load_rows(ROWS, 4, repeat=True, seed=5, **options).take(take)
         return [x["token_ids"][:, 0].tolist() for x in batches.as_numpy_iterator()]
@@ -104,9 +104,6 @@ def test_rows_go_on_anywhere():
     first, second = (sorted(np.concatenate(x)) for x in (whole[:3], whole[3:6]))
     assert first == second
     assert whole[:3] != whole[3:6]
-
-
-def test_a_mixture_has_rows_of_each_source_by_weight():
     rows = {"a": ROWS, "b": {"token_ids": ROWS["token_ids"] + 100}}
     weights = {"a": 0.75, "b": 0.25}
     batches = load_rows(rows, 8, weights, repeat=True).take(3)

@@ -107,7 +107,7 @@ def test_images_and_labels(data_dir):
         assert sum(near) == 1
 
 
-def test_slices_and_sums_of_splits(data_dir):
+def test_splits_their_sums_and_unknown_names(data_dir):
     def read(split):
         options = {"shuffle": False, "data_dir": data_dir}
         return arrays(data.load("tfds:insects", split, (6, 6, 3), **options))[0]
@@ -117,6 +117,15 @@ def test_slices_and_sums_of_splits(data_dir):
     assert contents([*first, *last]) == contents(read("train"))
     assert len(read("train[2:4]")) == 2
     assert len(read("test+train")) == 39
+    assert data.num_classes("tfds:insects", data_dir=data_dir) == 4
+    # Known without the data.
+    assert data.num_classes("tfds:imagenet2012", data_dir=data_dir) == 1000
+    with pytest.raises(ValueError, match=r"'tfds:ciffar10' .nearest: \['cifar10'"):
+        data.num_classes("tfds:ciffar10", data_dir=data_dir)
+    with pytest.raises(ValueError, match=r"'tfds:mnist:9\.9\.9' .*only: 3\."):
+        data.num_classes("tfds:mnist:9.9.9", data_dir=data_dir)
+    for split in ("validation", "train[:x]"):
+        refuses(re.escape(split), data.load, "tfds:insects", split, data_dir=data_dir)
 
 
 def test_colours_become_grey(data_dir):
@@ -127,18 +136,6 @@ def test_colours_become_grey(data_dir):
     luminance = read(3) @ np.array([[0.2989], [0.587], [0.114]])
     np.testing.assert_allclose(read(1), luminance, atol=1e-3)
     refuses("2 channels for images with 3", read, 2)
-
-
-def test_classes_and_unknown_names_and_splits(data_dir):
-    assert data.num_classes("tfds:insects", data_dir=data_dir) == 4
-    # Known without the data.
-    assert data.num_classes("tfds:imagenet2012", data_dir=data_dir) == 1000
-    with pytest.raises(ValueError, match=r"'tfds:ciffar10' .nearest: \['cifar10'"):
-        data.num_classes("tfds:ciffar10", data_dir=data_dir)
-    with pytest.raises(ValueError, match=r"'tfds:mnist:9\.9\.9' .*only: 3\."):
-        data.num_classes("tfds:mnist:9.9.9", data_dir=data_dir)
-    for split in ("validation", "train[:x]"):
-        refuses(re.escape(split), data.load, "tfds:insects", split, data_dir=data_dir)
 
 
 IMAGE, PIXELS = tfds.features.Image(shape=(4, 4, 3)), np.zeros((4, 4, 3), "uint8")

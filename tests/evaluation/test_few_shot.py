@@ -57,13 +57,10 @@ def test_many_penalties_are_those_of_each(examples, dim, spread):
         assert few_shot_accuracies(*train, *test, 9, [l2]) == accuracy
 
 
-def test_best_l2_matches_the_reference():
+def test_best_l2_matches_the_reference_and_resolves_ties():
     arrays, config = golden.load("13_fewshot/best_l2_selection")
     chosen = best_l2(arrays["inputs/accuracy"], config["l2"])
     np.testing.assert_array_equal(chosen, arrays["outputs/best_l2"])
-
-
-def test_best_l2_resolves_ties_as_described():
     # Equal accuracies: the earlier l2 ranks higher.
     np.testing.assert_array_equal(best_l2([[[0.1, 0.5, 0.5]]], [1, 2, 4]), [2])
     # Ranks (0, 1, 2) and (2, 1, 0) have equal means: the first wins.

@@ -100,9 +100,6 @@ def test_resizing_is_that_of_the_releases():
             arrays[f"inputs/{case['i']}/pos_embedding"], (old, old), (new, new)
         )
         assert_close(resized, arrays[f"outputs/{case['i']}/pos_embedding"], 1e-5, 1e-6)
-
-
-def test_resizing_to_the_same_grid_and_to_one_patch():
     table = np.arange(7, dtype="float32").reshape(1, 7, 1)
     assert_same(layers.resize_positions(table, (2, 3), (2, 3)), table)
     one = layers.resize_positions(table, (2, 3), (1, 1))[0, :, 0]

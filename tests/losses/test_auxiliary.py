@@ -182,7 +182,7 @@ def test_a_function_of_ones_own():
         assert_close(values, 0.5 * logits.max((1, 2)) ** 2, 1e-6)
 
 
-def test_thresholds_above_the_largest_entropy_warn():
+def test_thresholds_warn_above_the_largest_entropy_alone():
     """log 8 for 4 experts: the loss is at least log 2."""
     logits = tensor(np.zeros((1, 3, 4), "float32"))
     received = r"received: threshold=2\.0794\..*at least 0\.6931"
@@ -199,9 +199,6 @@ def test_thresholds_above_the_largest_entropy_warn():
         AuxiliaryLoss("global_entropy", threshold=math.log(4), modality=1).check_router(
             router
         )
-
-
-def test_thresholds_up_to_the_largest_entropy_do_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         logits = tensor(np.zeros((1, 3, 4), "float32"))

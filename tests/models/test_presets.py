@@ -313,15 +313,12 @@ def test_saving_replaces_the_preset_and_keeps_other_files(tmp_path):
     assert isinstance(models.from_preset(str(folder)), ViTBackbone)
 
 
-def test_saving_over_something_else_is_refused(tmp_path):
+def test_saving_over_something_else_and_other_backbones_are_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     backbone = models.from_preset("vmoe_digits", load_weights=False)
     refuses("older preset", backbone.save_to_preset, tmp_path)
     refuses(r"thesis\.txt is a file", backbone.save_to_preset, tmp_path / "thesis.txt")
     assert (tmp_path / "thesis.txt").read_text() == "precious"
-
-
-def test_other_backbones_of_kerashub_are_refused_with_those_that_convert(tmp_path):
     bert = keras_hub.models.BertBackbone(5, 1, 1, 4, 4, max_sequence_length=4)
     bert.save_to_preset(tmp_path / "bert")
     for source in (bert, str(tmp_path / "bert")):

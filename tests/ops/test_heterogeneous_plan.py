@@ -94,11 +94,16 @@ def test_it_moves_the_tokens_of_the_experts_with_slots_or_rows(dense, capacity):
     refuses(r"tokens.shape=\(1, 3, 1\)", plan.dispatch, np.zeros((1, 3, 1), "float32"))
 
 
-def test_equation_10():
+def test_equations_8_and_10():
     assert expert_types(32, 1, 1, "auto") == ExpertTypes(32, 1, 1, 6)
     assert expert_types(16, 1, 1, "auto") == ExpertTypes(16, 1, 1, 2)
     # Equation 10's maximum; the paper's own model of 8 experts has two.
     assert expert_types(8, 1, 1, "auto") == ExpertTypes(8, 1, 1, 1)
+    # 1.1 * 800 / 10 is 88 exactly, and one more in binary.
+    types = ExpertTypes(8, 1, 1, 2)
+    assert heterogeneous_capacity(400, types, 0.75, 1.1, 2) == (66, 88)
+    # A tau that no float holds: weights of 20 / 3.
+    assert heterogeneous_capacity(40, types, 1 / 3, 1.0) == (2, 6)
 
 
 @given(
@@ -121,14 +126,6 @@ def test_capacities(tokens, ffn, in_place, tau, factor, selected):
     assert own * ffn + other * in_place >= tokens * selected * 0.999
     assert own - 1 < other * tau + 1e-6
     assert other - 1 < own / tau + 1e-6
-
-
-def test_capacities_are_equation_8s_numbers():
-    # 1.1 * 800 / 10 is 88 exactly, and one more in binary.
-    expert_types = ExpertTypes(8, 1, 1, 2)
-    assert heterogeneous_capacity(400, expert_types, 0.75, 1.1, 2) == (66, 88)
-    # A tau that no float holds: weights of 20 / 3.
-    assert heterogeneous_capacity(40, expert_types, 1 / 3, 1.0) == (2, 6)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def random_gates(seed, shape, ties=False):
 GATES = np.array([[[0.6, 0.3, 0.1], [0.5, 0.1, 0.4], [0.8, 0.2, 0.0]]], "float32")
 
 
-def test_sum_gates():
+def test_sums_and_zeros_of_gates_by_hand():
     # The two largest gates add up to 0.9, 0.9 and 1.0; token 1 here gets 0.95.
     gates = GATES.copy()
     gates[0, 1] = [0.5, 0.05, 0.45]
@@ -82,9 +82,6 @@ def test_sum_gates():
     # First choices, in the order 2, 1, 0: all expert 0. Then second choices.
     assert plan.slot_tokens.tolist() == [[[2, 1], [2, 0], [1, -1]]]
     assert plan.token_slots.tolist() == [[[-1, 3], [1, 4], [0, 2]]]
-
-
-def test_a_zero_gate_takes_a_slot():
     # V-MoE's code does so, too: the slot is used, and its output is combined with 0.
     gates = np.array([[[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]], "float32")
     _, d, c = route_densely(gates, gates, 2, 2)

@@ -76,11 +76,16 @@ def test_names_of_groups(preset, arguments, names):
 # Their settings
 
 
-def test_decay_times_the_learning_rate():
+def test_groups_decay_and_are_clipped_together():
     optimizer = training.optimizer_class("sgd")(0.1, weight_decay=0.5, groups=GROUPS)
     # 1 - rate * group's rate * decay * group's decay.
     expected = [1 - 0.1 * 0.5 * 0.5, 1 - 0.1 * 0.5, 1 - 0.01 * 0.5 * 3.0, 1.0]
     np.testing.assert_allclose(apply(optimizer, weights()), expected, rtol=1e-6)
+    # 18 gradients of 1 have a norm of sqrt(18).
+    optimizer = training.optimizer_class("sgd")(1.0, groups=GROUPS, global_clipnorm=0.5)
+    moved = np.subtract(1.0, apply(optimizer, weights(), gradient=1.0))
+    step = 0.5 / np.sqrt(18)
+    np.testing.assert_allclose(moved, [step, step, 0.1 * step, 0.0], rtol=1e-4)
 
 
 def test_decay_relative_to_the_peak():
@@ -165,14 +170,6 @@ def test_without_groups_it_is_keras():
     if keras.backend.backend() == "torch":
         # All weights in one call, as Keras's own.
         assert hasattr(grouped, "_parallel_update_step")
-
-
-def test_all_groups_are_clipped_together():
-    # 18 gradients of 1 have a norm of sqrt(18).
-    optimizer = training.optimizer_class("sgd")(1.0, groups=GROUPS, global_clipnorm=0.5)
-    moved = np.subtract(1.0, apply(optimizer, weights(), gradient=1.0))
-    step = 0.5 / np.sqrt(18)
-    np.testing.assert_allclose(moved, [step, step, 0.1 * step, 0.0], rtol=1e-4)
 
 
 # Accumulation, and averages

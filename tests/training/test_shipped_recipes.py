@@ -178,7 +178,7 @@ def test_shipped_recipes_make_models(name):
         assert factors.weight_decay == (100.0 if head else float(decays)), path
 
 
-def test_groups_are_large_enough():
+def test_groups_are_large_enough_and_sizes_differ_in_their_preset():
     for name in ("limoe_b16_pairs", "clip_up_b16", "clip_up_b16_scratch"):
         model = load_recipe(name).model
         config = models.resolve(model.preset, model.overrides).config
@@ -187,9 +187,6 @@ def test_groups_are_large_enough():
         mixtures = [tower["moe"] for tower in towers if tower.get("moe")]
         assert mixtures
         assert all(moe["examples_per_group"] >= 128 for moe in mixtures)
-
-
-def test_sizes_of_limoe_differ_in_their_preset_alone():
     first, *others = (load_recipe(f"limoe_{size}_pairs") for size in SIZES)
     expected = first.settings()
     for size, other in zip(SIZES[1:], others):
