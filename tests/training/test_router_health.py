@@ -170,20 +170,6 @@ def test_a_collapse_is_told():
     assert health.layers[0]["dead_experts"] == 0.5
 
 
-def test_what_was_measured_goes_on_with_the_run(tmp_path):
-    path = tmp_path / "health.csv"
-    health = quiet_health(csv_path=path)
-    model = classifier()
-    fit(model, health, epochs=1)
-    state, text = health.get_state(), path.read_text()
-    fit(model, health, epochs=1)
-    assert len(path.read_text()) > len(text)
-    again = training.RouterHealth(IMAGES[:4], csv_path=path)
-    again.set_state(state)
-    assert path.read_text() == text
-    assert again.records == health.records[:1]
-
-
 def test_a_run_that_goes_on_hides_the_events_of_steps_made_again(tmp_path):
     model, hidden_from = classifier(), []
     for step in (3, 2):

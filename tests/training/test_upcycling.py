@@ -349,18 +349,6 @@ def test_accumulated_and_scaled_optimizers_are_carried_over():
     assert max(float(keras.ops.max(slot)) for slot in inner._velocities) > 0
 
 
-def test_frozen_layers_stay_frozen_and_keep_their_slots():
-    dense = compiled()
-    dense.backbone.get_layer("block_0").trainable = False
-    dense.backbone.get_layer("block_1").token_mixer.trainable = False
-    sparse, report = training.upcycle(dense, num_experts=2, carry_optimizer=True)
-    paths = [weight.path for weight in sparse.trainable_weights]
-    assert not any(path.startswith("block_0/") for path in paths)
-    assert not any(path.startswith("block_1/attention") for path in paths)
-    assert any(path.startswith("block_1/moe/experts") for path in paths)
-    assert report.slots > 2 * len(paths) - 10
-
-
 def test_the_settings_of_clip_up_are_one_argument():
     dense = with_weights(MAKERS["vit"]())
     spelt_out = {"normalize_gates": False, "noise_std": 0.0, "capacity_factor": 1.0}
