@@ -281,7 +281,8 @@ def test_what_looks_at_a_model_leaves_padding_out(tmp_path):
     assert usage.tokens.sum() == 2 * real
     pooled = keras.Model(model.backbone.input, model.backbone.features["pooled"])
     data = inputs, np.array([0, 1, 2])
-    result = evaluation.nearest_neighbours_from_model(pooled, data, data, k=1)
+    features = evaluation.extract_features(pooled, data, verbose=0)
+    result = evaluation.nearest_neighbours(*features, *features, k=1)
     assert result.accuracy == 1
     refuses("max_patches=None", write_report, model, (inputs, labels), tmp_path)
 
