@@ -7,7 +7,7 @@ Axes: N examples, F feature dim, C classes, L values of l2, k shots per class, R
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import numpy as np
