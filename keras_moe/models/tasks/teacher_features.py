@@ -184,7 +184,7 @@ class TeacherFeatures(MoETask, keras_hub.models.Task):
             # === Functional model ===
             encoded = backbone(backbone.input)
             mask = backbone.token_mask(backbone.input)
-            features = {name: head(encoded, mask) for name, head in heads.items()}
+            features = {name: head(encoded, mask=mask) for name, head in heads.items()}
         outputs: dict[str, Any] = {}
         for name, (tokens, summary) in features.items():
             outputs[name] = summary
