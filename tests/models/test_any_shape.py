@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from keras_moe import analysis, evaluation, layers, models
+from keras_moe import analysis, evaluation, layers, models, training
 from keras_moe.report import write_report
 from tests.compare import assert_close, assert_same
 from tests.refusals import refuses
@@ -285,6 +285,20 @@ def test_what_looks_at_a_model_leaves_padding_out(tmp_path):
     result = evaluation.nearest_neighbours(*features, *features, k=1)
     assert result.accuracy == 1
     refuses("max_patches=None", write_report, model, (inputs, labels), tmp_path)
+
+
+def test_a_dense_model_becomes_sparse():
+    sparse, report = training.upcycle(backbone(), num_experts=4, moe_layers=[1])
+    assert report.preserved
+    assert report.largest_difference < 1e-5
+    assert sparse.max_patches == MOST
+    sparse.enable_lora(2)
+    assert np.isfinite(sparse.predict(padded(), verbose=0)).all()
+
+
+def test_raw_pixels_are_told():
+    with pytest.warns(UserWarning, match=r"in \[-1, 1\]"):
+        backbone().predict({**padded(), "patches": np.full((3, 24, 48), 255)})
 
 
 def test_onnx(tmp_path):

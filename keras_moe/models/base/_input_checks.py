@@ -186,16 +186,17 @@ def check_batch(model: Any, batch: object) -> None:
 def warn_of_raw_pixels(model: KerasModel, inputs: Any) -> None:
     """Warns once of pixels from 0 to 255, where a model expects [-1, 1]."""
     names = [symbolic.name for symbolic in tree.flatten(model.input)]
-    images: Any = inputs.get("images") if isinstance(inputs, dict) else inputs
-    if "images" not in names or (images is inputs and len(names) > 1):
+    name = "patches" if "patches" in names else "images"
+    images: Any = inputs.get(name) if isinstance(inputs, dict) else inputs
+    if name not in names or (images is inputs and len(names) > 1):
         return
     if getattr(model, "_has_warned_of_pixels", False) or not is_array(images):
         return
-    if len(images.shape) != 4:
+    if len(images.shape) != (4 if name == "images" else 3):
         return
     # A few pixels of a few images, since they may be on a device.
     step = max(1, images.shape[1] // 64)
-    pixels = array_values(images[:8, ::step, ::step])
+    pixels = array_values(images[:8, ::step, :: step if name == "images" else 1])
     if pixels is None or not pixels.size:
         return
     is_float = pixels.dtype.kind not in "biu"
