@@ -163,7 +163,8 @@ def test_siglip2_of_any_image_shape(tmp_path):
     # For images of one shape, the same weights.
     fixed = models.from_preset(str(tmp_path / "source"), max_patches=None)
     pixels_of = patches[1].reshape(4, 4, 4, 4, 3).swapaxes(1, 2).reshape(1, 16, 16, 3)
-    assert_close(fixed.encode_images(pixels_of)[0], received["image_embeddings"][1])
+    own = fixed.encode_images(pixels_of)[0]
+    assert_close(own, received["image_embeddings"][1], **TOLERANCE)
 
 
 @pytest.mark.parametrize(("name", "word"), [
