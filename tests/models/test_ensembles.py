@@ -364,7 +364,8 @@ def test_only_image_classifiers_have_members():
     moe = {"moe": {"num_experts": 4, **TWO}}
     text, image = {**sizes, **words_of, **moe}, {**sizes, **pixels, **words_of, **moe}
     towers = {"image": {**sizes, **pixels, **moe}, "text": {**sizes, **words_of}}
-    words = "only of image classifiers"
+    words = "only in classifiers"
+    refuses(words, vit, max_patches=8, **TWO)
     refuses(words, models.TextBackbone, **text)
     refuses(words, models.DecoderBackbone, **text)
     refuses(words, models.LIMoEBackbone, **image)

@@ -140,12 +140,20 @@ class ImageConfig(TowerConfig, ModelArguments):
         super().__post_init__()
         self._set(image_shape=check_image_shape(self.image_shape))
 
+    @property
+    def example_shape(self) -> tuple[int, ...]:
+        """The shape of an image as the tower reads it, the largest if they vary."""
+        return self.image_shape
+
 
 def check_no_ensemble(moe: object) -> None:
     """Raises ValueError for a mixture whose members nothing would average."""
     members = getattr(moe, "ensemble_size", 1)
     if members > 1:
-        raise unfit("ensembles only of image classifiers", ensemble_size=members)
+        raise unfit(
+            "ensembles only in classifiers of images of one shape",
+            ensemble_size=members,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
