@@ -42,8 +42,8 @@ def export_weights(model: KerasModel, library: str, folder: str | os.PathLike) -
     GPT-2's parts as `GPT2LMHeadModel`; `open_clip` can load image-text
     models with its own image towers; `moe_plus_plus`, the released code of MoE++'s
     language models, a `DecoderBackbone` with its kind of experts. Weights are float32,
-    in `.safetensors` files of up to 5 GB with a config. Only GPT-2's tokenizer is
-    exported.
+    in `.safetensors` files of up to 5 GB with a config. The tokenizers of GPT-2 and
+    SigLIP 2 are exported, too.
 
     Converted weights round-trip bit for bit. The exception is CLIP's image
     normalisation, which is folded into the patch embedding: kernels that were half
@@ -109,10 +109,9 @@ def export_weights(model: KerasModel, library: str, folder: str | os.PathLike) -
         for name, part in shards.items():
             write_bytes(staging / name, save(part, {"format": "pt"}))
         for name, content in files.items():
-            if isinstance(content, str):
-                write_bytes(staging / name, content.encode())
-            else:
-                write_json(staging / name, content)
+            content = content.encode() if isinstance(content, str) else content
+            write = write_bytes if isinstance(content, bytes) else write_json
+            write(staging / name, content)
 
 
 def _shards(tensors, weights_name):
@@ -221,6 +220,7 @@ class ExportedModel(NamedTuple):
     towers: dict[str, ExportedTower]
     logits: dict[str, np.ndarray]
     preprocessor: Any = None
+    tokenizer: Any = None
     is_decoder: bool = False
 
     @classmethod
@@ -235,14 +235,14 @@ class ExportedModel(NamedTuple):
             )
         values, config = _values(model), backbone.get_config()
         preprocessor = getattr(model, "image_preprocessor", None)
+        tokenizer = getattr(model, "preprocessor", None)
         if isinstance(backbone, CLIPBackbone):
             towers = _pair_towers(config, values, preprocessor)
-            return cls(towers, _below(values, "logit_scale/"), preprocessor)
+            return cls(towers, _below(values, "logit_scale/"), preprocessor, tokenizer)
         if isinstance(backbone, texts):
-            tokenizer = getattr(model, "preprocessor", None)
             is_decoder = isinstance(backbone, DecoderBackbone)
             text = ExportedTower(config, values)
-            return cls({"text": text}, {}, tokenizer, is_decoder)
+            return cls({"text": text}, {}, None, tokenizer, is_decoder)
         pooling = size = None
         if model is not backbone:
             head = model.get_config()
