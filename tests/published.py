@@ -274,7 +274,7 @@ def transformers_dinov2(registers=False, **options):
     name = "Dinov2WithRegisters" if registers else "Dinov2"
     sizes = {k: x for k, x in _IMAGE.items() if k != "intermediate_size"}
     config = getattr(transformers, f"{name}Config")
-    config = config(**sizes, **{"mlp_ratio": 2, **options})
+    config = config(**{**sizes, "mlp_ratio": 2, **options})
     return torch_randomized(getattr(transformers, f"{name}Model")(config))
 
 

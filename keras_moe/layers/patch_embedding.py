@@ -63,7 +63,8 @@ def resize_patch_kernel(
         kernel: array (height, width, channels, D).
         patch_size: new patch size, an int or (height, width).
         interpolation: `"bilinear"` without antialiasing, as in FlexiViT and
-            `keras_moe.data`; or `"bicubic"` with antialiasing, as in timm.
+            `keras_moe.data`; or `"bicubic"` with antialiasing, as in timm, for which
+            `"torch_bicubic"` is another name here.
 
     Returns: Array (new height, new width, channels, D) of the dtype of `kernel`.
 

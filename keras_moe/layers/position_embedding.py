@@ -12,7 +12,8 @@ from keras_moe.layers._layer import Layer
 
 KINDS = ("learned", "sincos")
 ROTARY_KINDS = ("axial", "golden")
-INTERPOLATIONS = ("bilinear", "bicubic")
+# The first two also for images.
+INTERPOLATIONS = ("bilinear", "bicubic", "torch_bicubic")
 
 
 def sincos_table(grid: tuple[int, int], dim: int) -> np.ndarray:
@@ -56,7 +57,8 @@ def resize_positions(
         old_grid: patches down and across in `table`.
         new_grid: patches down and across in the result.
         interpolation: `"bilinear"` with aligned corners, as in the ViT and V-MoE
-            releases; or `"bicubic"` with antialiasing, as in timm.
+            releases; `"bicubic"` with antialiasing, as in timm; or `"torch_bicubic"`
+            without, and with PyTorch's steeper kernel, as in DINOv2.
 
     Returns: Array (1, N', D) of the dtype of `table`.
 
@@ -70,7 +72,11 @@ def resize_positions(
     """
     num_extra = table.shape[1] - old_grid[0] * old_grid[1]
     check_one_of("interpolation", interpolation, INTERPOLATIONS)
-    weights = aligned_linear_weights if interpolation == "bilinear" else cubic_weights
+    weights = {
+        "bilinear": aligned_linear_weights,
+        "bicubic": cubic_weights,
+        "torch_bicubic": torch_cubic_weights,
+    }[interpolation]
     values = table[0, num_extra:].astype("float64").reshape(*old_grid, -1)
     values = np.einsum(
         "yr,xc,rcd->yxd",
@@ -326,6 +332,18 @@ def cubic_weights(
     weights = np.where(x <= 1, near, np.where(x < 2, far, 0.0))
     # At the border part of the kernel lies outside.
     return weights / np.sum(weights, axis=1, keepdims=True)
+
+
+def torch_cubic_weights(old: int, new: int) -> np.ndarray:
+    """PyTorch's cubic interpolation (a = -3/4), which repeats the border's values."""
+    centres, weights = _centres(old, new, 0, None), np.zeros((new, old))
+    for place in np.floor(centres).astype(int) + np.arange(-1, 3)[:, None]:
+        x = np.abs(centres - place)
+        near = (1.25 * x - 2.25) * x * x + 1.0
+        far = ((-0.75 * x + 3.75) * x - 6.0) * x + 3.0
+        column = np.clip(place, 0, old - 1)
+        weights[np.arange(new), column] += np.where(x <= 1, near, far)
+    return weights
 
 
 def _distances(old, new, start, count):

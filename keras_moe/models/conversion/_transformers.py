@@ -167,10 +167,14 @@ def _dinov2_spec(file, root, config, overrides):
         layer_scale=config.get("layerscale_value", 1.0),
     )
     _check_sizes(file, config, arguments)
+    if "register_tokens" not in arguments:
+        # transformers resizes those with registers with antialiasing.
+        arguments["position_interpolation"] = "torch_bicubic"
     preprocessor = config.get("preprocessor", {})
     images = normalization(arguments["image_shape"][2], preprocessor, _DINOV2_IMAGES)
     bias = f"{names.patches}bias"
     image_arguments, notes = _preprocessing(preprocessor, crops=True)
+    size = _edge(preprocessor.get("crop_size"))
     return ConversionSpec(
         TRANSFORMERS,
         "DINOv2",
@@ -183,6 +187,7 @@ def _dinov2_spec(file, root, config, overrides):
         },
         notes=notes,
         preprocessing=image_arguments,
+        image_size=size if size and size % arguments["patch_size"] == 0 else None,
     )
 
 
