@@ -136,7 +136,6 @@ def merged_usage(usages: Iterable[ExpertUsage]) -> ExpertUsage:
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import BlockUsage, ExpertUsage, merged_usage
     >>> block = BlockUsage(np.array([[3.0, 1.0]]), np.array([[2.0, 0.5]]))
     >>> usage = ExpertUsage(["all"], {"block_1": block})
@@ -280,10 +279,8 @@ class UsageProbe:
             start = f"{modality}/"
             routing = {key: x for key, x in routing.items() if key.startswith(start)}
         if not routing:
-            raise ValueError(
-                f"Expected a model with MoE blocks of modality={modality!r}; "
-                f"received: {type(model).__name__}"
-            )
+            expected = f"a model with MoE blocks of modality={modality!r}"
+            raise unfit(expected, type(model).__name__)
         layers = {key: _moe_layer(backbone, key) for key in routing}
         self._names = list(routing)
         self._keys = _keys_by_block(layers)
@@ -310,10 +307,8 @@ class UsageProbe:
         """The usage of experts in one batch."""
         modalities = list(next(iter(self._keys.values())))
         if modalities != [ALL] and groups is not None:
-            raise ValueError(
-                "Expected groups=None for a model whose records are by modality; "
-                f"received: groups, records of {modalities}"
-            )
+            expected = "groups=None for a model whose records are by modality"
+            raise unfit(expected, f"groups, records of {modalities}")
         masks = _masks(inputs, mask, self._names)
         count = 1 if group_names is None else len(group_names)
         records = serving(self._records).predict_on_batch(inputs)

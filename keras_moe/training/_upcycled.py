@@ -178,11 +178,7 @@ def carry_state(dense: Any, sparse: Any, sources: dict[str, tuple[str, bool]]) -
 
 
 def _factors_of_dense(kernel, bias, experts, noise, generator):
-    """Factors of the truncated SVD of the kernel with its bias as last row.
-
-    Coefficients that sum to 1 reproduce the dense layer, exactly if the ranks can hold
-    all components.
-    """
+    """Factors of the truncated SVD of the kernel with its bias as last row."""
     matrix = np.concatenate([kernel, bias[None]]).astype("float64")
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
     root = np.sqrt(values)

@@ -219,10 +219,8 @@ class _RoutingProbe(Hooked):
     def __init__(self, model, training):
         routing = getattr(model, "routing", None)
         if not routing:
-            raise ValueError(
-                "Expected a model with MoE blocks, whose `routing` has their records; "
-                f"received: {type(model).__name__}"
-            )
+            expected = "a model with MoE blocks, whose `routing` has their records"
+            raise unfit(expected, type(model).__name__)
         super().__init__(keras.Model(model.input, routing), training=training)
         backbone: Any = getattr(model, "backbone", model)
         # Plain numbers, so that Keras does not track them.

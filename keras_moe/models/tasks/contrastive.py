@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe._checks import check_integer
+from keras_moe._checks import check_integer, unfit
 from keras_moe._compat import LossFunctionWrapper, serving
 from keras_moe._processes import predict_batch
 from keras_moe._types import DType
@@ -55,7 +55,6 @@ class ContrastiveAccuracy(keras.metrics.Mean):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.models import ContrastiveAccuracy
     >>> metric = ContrastiveAccuracy()
     >>> x = np.eye(4, dtype="float32")
@@ -120,7 +119,6 @@ class ContrastiveModel(TakesPairs, LabellessTask):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.models import ContrastiveModel, LIMoEBackbone
     >>> backbone = LIMoEBackbone(
     ...     image_shape=(8, 8, 3), patch_size=4, vocabulary_size=20, max_length=6,
@@ -196,9 +194,7 @@ class ContrastiveModel(TakesPairs, LabellessTask):
                 f"embeddings; received: loss={loss!r}"
             )
         if getattr(loss, "reduction", None) == "sum":
-            raise ValueError(
-                "Expected a loss that is averaged over pairs; received: reduction='sum'"
-            )
+            raise unfit("a loss that is averaged over pairs", "reduction='sum'")
         names = self.backbone.logit_scale.parameter_names
         wanted = getattr(loss, "parameters", ())
         if missing := [name for name in wanted if name not in names]:
@@ -213,10 +209,8 @@ class ContrastiveModel(TakesPairs, LabellessTask):
         if labels is not None and not (
             isinstance(labels, dict) and {*labels} <= {*IDS}
         ):
-            raise ValueError(
-                f"Expected y to be None or a dict of ids among {list(IDS)}; received: "
-                f"y of {type(labels).__name__}"
-            )
+            expected = f"y to be None or a dict of ids among {list(IDS)}"
+            raise unfit(expected, f"y of {type(labels).__name__}")
 
     def _training_data(self, x, y, sample_weight=None):
         x, y = super()._training_data(x, y)
@@ -225,10 +219,8 @@ class ContrastiveModel(TakesPairs, LabellessTask):
             return x, y
         number = len(next(iter(x.values())))
         if len(sample_weight) != number:
-            raise ValueError(
-                f"Expected a sample_weight for each of {number} pairs; received: "
-                f"{len(sample_weight)}"
-            )
+            expected = f"a sample_weight for each of {number} pairs"
+            raise unfit(expected, len(sample_weight))
         # A distinct image per pair is the default.
         return x, {"image_ids": np.arange(number)} if y is None else y
 

@@ -108,7 +108,6 @@ class ImageClassifier(MoETask, HubClassifier):
     Example:
 
     >>> import keras
-    >>> import numpy as np
     >>> from keras_moe import models
     >>> classifier = models.from_preset("vmoe_digits")
     >>> isinstance(classifier, models.ImageClassifier)
@@ -131,10 +130,8 @@ class ImageClassifier(MoETask, HubClassifier):
         # `num_classes` means a new head: drop the arguments of the source's head.
         is_new = "num_classes" in overrides
         if not is_new and not source.is_trained:
-            raise ValueError(
-                f"Expected num_classes, since {source.name!r} carries no trained task; "
-                "received: num_classes=None"
-            )
+            expected = f"num_classes, since {source.name!r} carries no trained task"
+            raise unfit(expected, "num_classes=None")
         config, new_weights = dict(source.task_config()), ()
         if is_new:
             new_weights = _adapt_head(config, source, overrides, backbone_config)
@@ -339,9 +336,7 @@ class ImageClassifier(MoETask, HubClassifier):
         experts = head.gate.expert_types.total
         offsets = np.asarray(offsets, "float32")
         if offsets.shape != (experts,) or not np.isfinite(offsets).all():
-            raise ValueError(
-                f"Expected finite offsets of shape ({experts},); received: {offsets}"
-            )
+            raise unfit(f"finite offsets of shape ({experts},)", offsets)
         before = head.edited_outputs
         outputs = before if output in before else (*before, output)
         config = self.get_config()

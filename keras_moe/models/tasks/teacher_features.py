@@ -123,7 +123,6 @@ class TeacherFeatures(MoETask, keras_hub.models.Task):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import models
     >>> backbone = models.ViTBackbone(
     ...     image_shape=(8, 8, 3), patch_size=4, hidden_dim=8, num_layers=1,
