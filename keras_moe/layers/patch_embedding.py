@@ -64,8 +64,9 @@ def resize_patch_kernel(
         kernel: array (height, width, channels, D).
         patch_size: new patch size, an int or (height, width).
         interpolation: `"bilinear"` without antialiasing, as in FlexiViT and
-            `keras_moe.data`; `"bicubic"` with antialiasing, as in timm; or
-            `"antialiased"`, bilinear with it.
+            `keras_moe.data`; `"bicubic"` with antialiasing, as in timm, for which
+            `"torch_bicubic"` is another name here; or `"antialiased"`, bilinear with
+            it.
 
     Returns: Array (new height, new width, channels, D) of the dtype of `kernel`.
 
@@ -85,6 +86,7 @@ def resize_patch_kernel(
     weights = {
         "bilinear": linear_weights,
         "bicubic": cubic_weights,
+        "torch_bicubic": cubic_weights,
         "antialiased": widened_linear_weights,
     }[interpolation]
     # B is separable: the Kronecker product of a matrix for rows and one for columns.

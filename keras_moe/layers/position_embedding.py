@@ -19,7 +19,8 @@ from keras_moe.layers._layer import Layer
 
 KINDS = ("learned", "sincos")
 ROTARY_KINDS = ("axial", "golden")
-INTERPOLATIONS = ("bilinear", "bicubic", "antialiased")
+# The first two also for images.
+INTERPOLATIONS = ("bilinear", "bicubic", "antialiased", "torch_bicubic")
 
 
 def sincos_table(grid: tuple[int, int], dim: int) -> np.ndarray:
@@ -63,8 +64,9 @@ def resize_positions(
         old_grid: patches down and across in `table`.
         new_grid: patches down and across in the result.
         interpolation: `"bilinear"` with aligned corners, as in the ViT and V-MoE
-            releases; `"bicubic"` with antialiasing, as in timm; or `"antialiased"`,
-            bilinear with antialiasing, as in SigLIP 2.
+            releases; `"bicubic"` with antialiasing, as in timm; `"antialiased"`,
+            bilinear with antialiasing, as in SigLIP 2; or `"torch_bicubic"` without,
+            and with PyTorch's steeper kernel, as in DINOv2.
 
     Returns: Array (1, N', D) of the dtype of `table`.
 
@@ -82,6 +84,7 @@ def resize_positions(
         "bilinear": aligned_linear_weights,
         "bicubic": cubic_weights,
         "antialiased": widened_linear_weights,
+        "torch_bicubic": torch_cubic_weights,
     }[interpolation]
     values = table[0, num_extra:].astype("float64").reshape(*old_grid, -1)
     values = np.einsum(
@@ -445,6 +448,8 @@ def _weights_at(place, size, old, interpolation):
         centre = place * (old - 1) / ops.maximum(size - 1, 1)
         return ops.relu(1 - ops.abs(ops.expand_dims(centre, -1) - rows))
     centre = ops.expand_dims((place + 0.5) * old / size - 0.5, -1)
+    if interpolation == "torch_bicubic":
+        return _torch_cubic_at(centre, rows)
     x = ops.abs(centre - rows) / ops.expand_dims(ops.maximum(old / size, 1), -1)
     weights = ops.relu(1 - x)
     if interpolation == "bicubic":
@@ -452,6 +457,20 @@ def _weights_at(place, size, old, interpolation):
         far = ((-0.5 * x + 2.5) * x - 4.0) * x + 2.0
         weights = ops.where(x <= 1, near, ops.where(x < 2, far, 0.0))
     return weights / ops.sum(weights, axis=-1, keepdims=True)
+
+
+def _torch_cubic_at(centre, rows):
+    """PyTorch's cubic weights (B, N, old) at centres (B, N, 1), as below."""
+    total = 0.0
+    for offset in range(-1, 3):
+        place = ops.floor(centre) + offset
+        x = ops.abs(centre - place)
+        near = (1.25 * x - 2.25) * x * x + 1.0
+        far = ((-0.75 * x + 3.75) * x - 6.0) * x + 3.0
+        column = ops.clip(place, 0, rows.shape[0] - 1)
+        weight = ops.where(x <= 1, near, far)
+        total = total + ops.where(ops.equal(column, rows), weight, 0.0)
+    return total
 
 
 # Interpolation along one axis as matrices: new = weights (new, old) @ old. `start` and
@@ -489,6 +508,18 @@ def cubic_weights(
     weights = np.where(x <= 1, near, np.where(x < 2, far, 0.0))
     # At the border part of the kernel lies outside.
     return weights / np.sum(weights, axis=1, keepdims=True)
+
+
+def torch_cubic_weights(old: int, new: int) -> np.ndarray:
+    """PyTorch's cubic interpolation (a = -3/4), which repeats the border's values."""
+    centres, weights = _centres(old, new, 0, None), np.zeros((new, old))
+    for place in np.floor(centres).astype(int) + np.arange(-1, 3)[:, None]:
+        x = np.abs(centres - place)
+        near = (1.25 * x - 2.25) * x * x + 1.0
+        far = ((-0.75 * x + 3.75) * x - 6.0) * x + 3.0
+        column = np.clip(place, 0, old - 1)
+        weights[np.arange(new), column] += np.where(x <= 1, near, far)
+    return weights
 
 
 def _distances(old, new, start, count):

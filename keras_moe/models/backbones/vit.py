@@ -101,8 +101,9 @@ class ViTBackbone(ImageBackbone):
             the class token), `"rotary_2d"` (attention rotates queries and keys by the
             patches' places, as in DINOv3), `"golden_2d"` (as in SigLino) or None.
         position_interpolation: how to resize learned positions and patch kernels when
-            loading weights: `"bilinear"`, as in Google's releases, or `"bicubic"`, as
-            in timm. See `keras_moe.layers.resize_positions` and `resize_patch_kernel`.
+            loading weights: `"bilinear"`, as in Google's releases, `"bicubic"`, as in
+            timm, or `"torch_bicubic"`, as in DINOv2. See
+            `keras_moe.layers.resize_positions` and `resize_patch_kernel`.
         register_tokens: number of learned tokens behind the class token that carry no
             patch, as in DINOv2 with registers and DINOv3.
         rotary_base: base of the frequencies of `"rotary_2d"`.

@@ -52,12 +52,22 @@ class ConversionSpec:
     # Arguments of `ImagePreprocessor` without the image shape.
     preprocessing: dict | None = None
     tokenizer: TextTokenizer | None = None
+    # Published for images of this size, unless it is that of the weights.
+    image_size: int | None = None
+
+    def model_arguments(self) -> dict:
+        """Returns the arguments of the model that is published with the weights."""
+        if self.image_size is None:
+            return self.arguments
+        shape = (self.image_size, self.image_size, self.arguments["image_shape"][2])
+        return {**self.arguments, "image_shape": shape}
 
     def preprocessors(self) -> dict:
         """Returns a task's arguments with the source's preprocessing, if known."""
         images = None
         if self.preprocessing is not None:
-            shape = self.arguments.get("image", self.arguments)["image_shape"]
+            own = self.model_arguments()
+            shape = own.get("image", own)["image_shape"]
             images = ImagePreprocessor(shape, **self.preprocessing)
         if "image" in self.arguments:
             return {"preprocessor": self.tokenizer, "image_preprocessor": images}

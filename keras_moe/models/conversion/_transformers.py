@@ -33,6 +33,7 @@ from keras_moe.models.conversion._spec import (
     text_tower_arguments,
     towers_spec,
 )
+from keras_moe.models.preprocessing.tokenizer import GEMMA_FILES
 
 CONFIG_NAME = "config.json"
 MODEL_TYPES = (
@@ -166,10 +167,14 @@ def _dinov2_spec(file, root, config, overrides):
         layer_scale=config.get("layerscale_value", 1.0),
     )
     _check_sizes(file, config, arguments)
+    if "register_tokens" not in arguments:
+        # transformers resizes those with registers with antialiasing.
+        arguments["position_interpolation"] = "torch_bicubic"
     preprocessor = config.get("preprocessor", {})
     images = normalization(arguments["image_shape"][2], preprocessor, _DINOV2_IMAGES)
     bias = f"{names.patches}bias"
     image_arguments, notes = _preprocessing(preprocessor, crops=True)
+    size = _edge(preprocessor.get("crop_size"))
     return ConversionSpec(
         TRANSFORMERS,
         "DINOv2",
@@ -182,6 +187,7 @@ def _dinov2_spec(file, root, config, overrides):
         },
         notes=notes,
         preprocessing=image_arguments,
+        image_size=size if size and size % arguments["patch_size"] == 0 else None,
     )
 
 
@@ -422,6 +428,8 @@ def transformers_files(model: Any) -> tuple[dict, dict[str, Any]]:
     if text is not None:
         texts, configs["text"] = _exported_text(text, is_clip)
         tensors.update(texts)
+        if not is_clip and model.tokenizer is not None:
+            files.update(_exported_gemma(model.tokenizer))
     if model.logits:
         tensors.update(_exported_logits(model.logits, is_clip))
     config = _exported_config(configs, is_clip)
@@ -522,6 +530,27 @@ def _exported_text(tower, is_clip):
             )
         content["eos_token_id"] = _LARGEST if end is None else end
     return tensors_of(rules, tower.values, kind), content
+
+
+def _exported_gemma(tokenizer):
+    """SigLIP 2's tokenizer, in the file that it came from; {} for another."""
+    own = tokenizer.tokenizer
+    tokens = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")}
+    is_gemma = {*tokens.values()} <= {*own.get_vocabulary()}
+    if not is_gemma or not tokenizer.lower_case or tokenizer.start_id is not None:
+        return {}
+    name, content = GEMMA_FILES[0], getattr(own, "content", None)
+    if content is None:
+        name, content = GEMMA_FILES[1], own.proto
+    config = {
+        "tokenizer_class": "Siglip2Tokenizer",
+        **tokens,
+        "add_bos_token": False,
+        "add_eos_token": True,
+        "model_max_length": tokenizer.max_length,
+        "padding_side": "right",
+    }
+    return {name: content, "tokenizer_config.json": config}
 
 
 def _exported_logits(logits, is_clip):

@@ -87,7 +87,7 @@ class ImagePreprocessor:
 
     def __post_init__(self):
         shape = check_image_shape(self.image_shape)
-        check_one_of("interpolation", self.interpolation, INTERPOLATIONS)
+        check_one_of("interpolation", self.interpolation, INTERPOLATIONS[:2])
         check_bool("antialias", self.antialias)
         crop, names = self.center_crop, self.class_names
         if crop is not None and not 0 < crop <= 1:

@@ -167,6 +167,30 @@ def test_siglip2_of_any_image_shape(tmp_path):
     assert_close(own, received["image_embeddings"][1], **TOLERANCE)
 
 
+@pytest.mark.every_backend
+@pytest.mark.parametrize("registers", [False, True])
+def test_dinov2_at_the_size_of_its_preprocessor(tmp_path, registers):
+    """As at 224 pixels with positions of 518: a grid of 16 in place of 37."""
+    sizes = {"image_size": 74, "patch_size": 2, "num_hidden_layers": 1}
+    reference = published.transformers_dinov2(registers, **sizes)
+    reference.save_pretrained(tmp_path)
+    content = {"crop_size": {"height": 32, "width": 32}, "size": {"shortest_edge": 37}}
+    content |= {"image_mean": HALF, "image_std": HALF}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
+    model, report = models.convert(str(tmp_path))
+    assert model.image_shape == (32, 32, 3)
+    assert report.arguments["image_shape"] == (74, 74, 3)
+    for shape in ((32, 32, 3), (12, 30, 3), (160, 160, 3)):
+        images = published.random_images(shape, 1)
+        model = models.from_preset(str(tmp_path), image_shape=shape)
+        with torch.no_grad():
+            expected = reference(torch.tensor(images.transpose(0, 3, 1, 2)))
+        assert_close(predict(model, images), expected.last_hidden_state, **TOLERANCE)
+    classifier = models.from_preset(str(tmp_path), num_classes=2)
+    assert classifier.preprocessor.image_shape == (32, 32, 3)
+    assert classifier.preprocessor.center_crop == 32 / 37
+
+
 @pytest.mark.parametrize(("name", "word"), [
     ("encoder.layer.1.norm1.weight", "num_hidden_layers=1"),
 ])  # fmt: skip

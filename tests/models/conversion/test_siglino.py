@@ -1,6 +1,8 @@
 """SigLino's encoders, and the features of its teachers, by its released code."""
 
+import importlib
 import json
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -92,6 +94,21 @@ def test_images_of_two_shapes_in_one_batch(tmp_path):
         assert_close(features[summary], expected, 1e-4, 2e-5)
         expected = arrays[f"outputs/patch_features/{name}"]
         assert_close(features[kind][real], expected[real], 1e-4, 2e-5)
+
+
+def test_the_form_that_benchmarks_compare_with(tmp_path, monkeypatch):
+    """The release's loop over experts in PyTorch gives the release's numbers."""
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "tools" / "benchmark"))
+    forms = importlib.import_module("encoder_forward")
+    images, arrays = released(MOE, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    official = forms.OfficialSigLino(golden.part(arrays, "state_dict/"), config)
+    rows, columns = arrays["inputs/spatial_shapes"][0]
+    patches = forms.patches_of(images, config["patch_size"])
+    received = official(patches, int(rows), int(columns))
+    expected = arrays["outputs/patch_features/siglino"]
+    assert_close(received[:, 5:].numpy(), expected, 1e-4, 2e-5)
 
 
 @pytest.mark.parametrize("case", every_backend_for([MOE], "moe_top2"))
