@@ -11,10 +11,10 @@ from keras_moe import analysis, models
 from keras_moe.analysis.ablation import ablated_part
 from keras_moe.layers import MuMoE
 from tests import small_models
+from tests.compare import assert_same, to_numpy
 from tests.dense_tensor import dense_tensor
 from tests.small_models import ONE_BLOCK, images, with_weights
 
-to_numpy = ops.convert_to_numpy
 SHAPE = (16, 8, 2)
 CLASSES = 3
 LABELS = np.arange(24) % CLASSES
@@ -133,8 +133,7 @@ def test_ablation_in_a_routed_block_zeroes_weights_and_brings_them_back():
     actual = analysis.ablate_experts(
         model, inputs, labels, layer="block_0", experts=[3, 1], verbose=0
     )
-    for weight, value in zip(model.weights, before):
-        np.testing.assert_array_equal(to_numpy(weight), value)
+    assert_same(model.weights, before)
     parts = [experts.output_kernel, experts.output_bias]
     for row, expert in enumerate([3, 1]):
         with zeroed(parts, expert):

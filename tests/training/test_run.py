@@ -7,10 +7,9 @@ import pytest
 from keras_moe import layers, routers, training
 from keras_moe._compat import random_states
 from keras_moe.training import Recipe, train
-from tests.compare import assert_same
+from tests.compare import assert_same, to_numpy
+from tests.refusals import refuses
 from tests.training import runs
-
-to_numpy = keras.ops.convert_to_numpy
 
 
 def tokens_model(self=None, num_classes=10):
@@ -118,8 +117,7 @@ def test_a_branch_is_the_run_until_it_leaves_it(quick, tmp_path):
     other = training.save_checkpoint(tmp_path / "c", 1, {"model": []}, {"note": "x"})
     with pytest.raises(ValueError, match="Expected the checkpoint of a run"):
         run(tmp_path / "b", mine=branch, branch_from=other)
-    with pytest.raises(ValueError, match="Expected a checkpoint_dir"):
-        train(branch, branch_from=start)
+    refuses("Expected a checkpoint_dir", train, branch, branch_from=start)
 
 
 def test_early_stopping_ends_a_run_for_good(quick, tmp_path):
@@ -141,8 +139,7 @@ def test_another_recipe_is_refused_by_its_differences(quick, tmp_path):
         r"data.batch_size=128 \(there 192\), schedule.learning_rate=0.5 "
         r"\(there 0.01\), steps_per_epoch=10 \(there 7\)\. "
     )
-    with pytest.raises(ValueError, match=message):
-        run(tmp_path, mine=other)
+    refuses(message, run, tmp_path, mine=other)
     again = run(tmp_path, mine=other, resume=False)
     assert len(again.history["loss"]) == 2
 
