@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras_moe
-from keras_moe._checks import unfit
+from keras_moe._errors import unfit
 from keras_moe.cli._arguments import FIRST, model_overrides
 
 if TYPE_CHECKING:
