@@ -20,6 +20,7 @@ from tests.training_gradients import training_gradients
 
 CASES = golden.cases("19_siglino/*")
 MOE, DENSE = "19_siglino/moe_top2", "19_siglino/dense_plain_norm"
+PADDED = "19_siglino/moe_padded"
 TEACHERS = ("siglip2", "dinov3")
 
 
@@ -90,6 +91,24 @@ def test_the_form_that_benchmarks_compare_with(tmp_path, monkeypatch):
     received = official(patches, int(rows), int(columns))
     expected = arrays["outputs/patch_features/siglino"]
     assert_close(received[:, 5:].numpy(), expected, 1e-4, 2e-5)
+
+
+@pytest.mark.every_backend
+def test_images_of_two_shapes_in_one_batch(tmp_path):
+    _, arrays = released(PADDED, tmp_path)
+    patches, grids = arrays["inputs/patches"], arrays["inputs/spatial_shapes"]
+    model = models.from_preset(str(tmp_path), max_patches=patches.shape[1])
+    assert model.preprocessor.interpolation == "bicubic"
+    features = features_of(model, {"patches": patches, "grids": grids})
+    real = arrays["inputs/padding_mask"].astype(bool)
+    assert not real.all()
+    names = {"siglino": ("pooled", "patches")}
+    names |= {name: (name, f"{name}_patches") for name in TEACHERS}
+    for name, (summary, kind) in names.items():
+        expected = arrays[f"outputs/summary_features/{name}"]
+        assert_close(features[summary], expected, 1e-4, 2e-5)
+        expected = arrays[f"outputs/patch_features/{name}"]
+        assert_close(features[kind][real], expected[real], 1e-4, 2e-5)
 
 
 @pytest.mark.parametrize("case", every_backend_for([MOE], "moe_top2"))
