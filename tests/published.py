@@ -266,6 +266,18 @@ def transformers_siglip(cls="SiglipModel"):
     return _transformers("Siglip", cls, {**_TEXT, "projection_size": 8}, _IMAGE)
 
 
+def transformers_siglip2():
+    """Transformers' SigLIP 2 for images of any shape, of 16 patches in training."""
+    import transformers
+
+    image = {k: x for k, x in _IMAGE.items() if k != "image_size"}
+    texts = {**_TEXT, "projection_size": _IMAGE["hidden_size"]}
+    config = transformers.Siglip2Config(
+        text_config=texts, vision_config={**image, "num_patches": 16, "patch_size": 4}
+    )
+    return torch_randomized(transformers.Siglip2Model(config))
+
+
 def transformers_dinov2(registers=False, **options):
     """One of transformers' DINOv2 models."""
     import transformers

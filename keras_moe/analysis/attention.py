@@ -42,7 +42,6 @@ def attention_rollout(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import analysis, models
     >>> model = models.from_preset("vmoe_digits")
     >>> maps = analysis.attention_rollout(model, np.zeros((2, 16, 16, 1), "float32"))

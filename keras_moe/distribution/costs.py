@@ -13,12 +13,7 @@ from rich.table import Table
 
 from keras_moe._checks import check_integer, check_one_of, check_positive, unfit
 from keras_moe.distribution.chips import CHIPS, Chip
-from keras_moe.distribution.layouts import (
-    BATCH,
-    MODEL,
-    layouts_of_blocks,
-    split_parts,
-)
+from keras_moe.distribution.layouts import BATCH, MODEL, layouts_of_blocks, split_parts
 from keras_moe.models.loading.blueprint import resolve
 from keras_moe.ops.cost import under
 
@@ -244,10 +239,8 @@ def costs(
         towers, model = blueprint.unbuilt_towers(), blueprint.describe()
     check_integer("text_tokens", text_tokens, minimum=0)
     if text_tokens and model.example != "image":
-        raise ValueError(
-            "Expected text_tokens=0 for a model that has its own texts; received: "
-            f"text_tokens={text_tokens}"
-        )
+        expected = "text_tokens=0 for a model that has its own texts"
+        raise unfit(expected, f"text_tokens={text_tokens}")
     texts = (text_tokens,) if text_tokens else ()
     blocks = [(tower, block) for tower in towers for block in tower.blocks]
     layouts = layouts_of_blocks(
@@ -409,10 +402,7 @@ def _factored(shape):
 
 
 class _BlockShare(NamedTuple):
-    """A block and a device's share of the batch.
-
-    `grouped` is the image's part of `sequences`, the unit of group sizes.
-    """
+    """A block and a device's share of the batch; `grouped` is the image's sequences."""
 
     block: keras.layers.Layer
     examples: int

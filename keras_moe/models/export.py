@@ -164,10 +164,7 @@ class ExportedTower(NamedTuple):
             if name not in values:
                 continue
             if values[name] != value:
-                raise ValueError(
-                    f"Expected {name}={value!r} for {kind}; received: "
-                    f"{name}={values[name]!r}"
-                )
+                raise unfit(f"{name}={value!r} for {kind}", f"{name}={values[name]!r}")
 
     def square(self, name: str, kind: str) -> int:
         value = self.config[name]

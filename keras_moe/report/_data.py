@@ -90,9 +90,7 @@ def _with_texts(inputs, second, model):
         # TensorFlow's strings are bytes.
         captions = captions.numpy() if hasattr(captions, "numpy") else captions
         if isinstance(captions, str):
-            raise ValueError(
-                f"Expected captions as a list of texts; received: {captions!r:.80}"
-            )
+            raise unfit("captions as a list of texts", f"{captions!r:.80}")
         captions = [plain_text(caption) for caption in captions]
         if "token_ids" not in inputs:
             if getattr(model, "preprocessor", None) is None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_moe._checks import unfit
 from keras_moe.analysis.usage import masks_padding
 
 IMAGE, TEXT = "image", "text"
@@ -127,12 +128,13 @@ def reported_model(
 ) -> ReportedModel:
     """Describes a Keras model for a report."""
     if not getattr(model, "routing", None):
-        raise ValueError(
-            "Expected a model with experts, whose `routing` has their records; "
-            f"received: {type(model).__name__} without"
-        )
+        expected = "a model with experts, whose `routing` has their records"
+        raise unfit(expected, f"{type(model).__name__} without")
     backbone = getattr(model, "backbone", model)
     inputs = model.input if isinstance(model.input, dict) else {"images": model.input}
+    if "grids" in inputs:
+        expected = "images of one shape for a report: load the model with"
+        raise unfit(f"{expected} max_patches=None", inputs=sorted(inputs))
     takes = {IMAGE: "images" in inputs, TEXT: "token_ids" in inputs}
     default = IMAGE if takes[IMAGE] else TEXT
     if class_names is None:

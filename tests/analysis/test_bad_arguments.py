@@ -14,11 +14,9 @@ from keras_moe.analysis import (
     compute_map,
     edit_expert_logits,
     exclude_experts,
-    expert_centres,
     expert_usage,
     experts_per_token,
     load_by_type,
-    mask_experts,
     merged_usage,
     plots,
     prune_experts,
@@ -155,8 +153,8 @@ def of_arrays(function, *arguments, **others):
     # Pruning
     (lambda own: prune_experts(own.plain, {"block_0": [0, 5]}), "kept_experts=5"),
     (lambda own: prune_experts(own.plain, {"block_0": [1, 1]}), "each once"),
-    (lambda own: mask_experts(own.plain, {"block_0": [3]}), "selected_experts=2"),
-    (lambda own: mask_experts(own.plain, [0, 1]), "dict from blocks"),
+    (lambda own: prune_experts(own.plain, {"block_0": [3]}), "selected_experts=2"),
+    (lambda own: prune_experts(own.plain, [0, 1]), "dict from blocks"),
     (lambda own: prune_experts(own.plain, {"block_0": [0, 1]}, "drop"), "method"),
     (lambda own: prune_experts(own.soft, {"block_0": [0, 1]}), "SoftRouter"),
     (lambda own: prune_experts(own.typed, {"block_0": [3, 4]}), "an FFN expert"),
@@ -195,7 +193,6 @@ def of_arrays(function, *arguments, **others):
     (lambda own: steer_expert(own.plain, "block_0", 9), "expert=9"),
     (lambda own: steer_expert(own.plain, "block_0", 1, None), "strength=None"),
     (lambda own: steer_expert(own.mumoe, "block_0", 1), "zeros"),
-    (lambda own: expert_centres(own.plain, "block_1"), "block_1"),
     # Plots
     (
         of_arrays(plots.plot_expert_usage, USAGE._replace(groups=list("abcdefgh"))),

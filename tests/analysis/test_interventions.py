@@ -275,7 +275,7 @@ def test_steering_adds_the_centre_before_the_experts(router):
         keras.Model(m.input, m.routing["block_0"]).predict(inputs, verbose=0)
         for m in (model, steered)
     ]
-    centres = analysis.expert_centres(model, "block_0")
+    centres = analysis.interventions.expert_centres(model, "block_0")
     if router == "mumoe":
         first, second = model.get_layer("block_0").feed_forward.router.kernels
         # Expert 2 is the first of the second half.
@@ -291,7 +291,7 @@ def test_blocks_without_an_offset_are_steered_too():
     model = with_weights(small_models.vit(**ONE_BLOCK, norm="rms"))
     steered = analysis.steer_expert(model, "block_0", expert=2, strength=1.5)
     vector = steered.get_layer("block_0").steering
-    centre = analysis.expert_centres(model, "block_0")[2]
+    centre = analysis.interventions.expert_centres(model, "block_0")[2]
     np.testing.assert_allclose(vector, 1.5 * centre, rtol=1e-6)
     # Steering adds up, and the model stays as it was.
     twice = analysis.steer_expert(steered, "block_0", expert=2, strength=0.5)

@@ -1,5 +1,6 @@
 """Which experts cover how much, and models whose experts are pruned."""
 
+import functools
 import json
 
 import keras
@@ -13,7 +14,6 @@ from keras_moe.analysis import (
     ablate_experts,
     coverage_curves,
     expert_usage,
-    mask_experts,
     merged_usage,
     print_coverage,
     prune_experts,
@@ -28,6 +28,7 @@ from tests.compare import to_numpy
 from tests.pair_models import IDS, MOE, PAIRS, TEXTS, clip, limoe, text_of_modalities
 from tests.small_models import images, with_weights
 
+mask_experts = functools.partial(prune_experts, removed=False)
 PRUNINGS = (mask_experts, prune_experts)
 SHAPE = (3, 16, 8, 2)
 # Experts 2 and 3 have equal numbers of tokens.

@@ -9,7 +9,6 @@ from keras_moe.analysis import (
     BlockUsage,
     ExpertUsage,
     expert_usage,
-    mask_experts,
     merged_usage,
     prune_experts,
 )
@@ -109,7 +108,7 @@ def test_contributions_are_weights_times_norms(model):
 def test_pruned_experts_are_not_used(model):
     kept = {"block_0": [1, 2], "block_1": [0, 1, 3]}
     inputs = images(*SHAPE)
-    pruned = [f(model, kept, "router_pred_skip") for f in (mask_experts, prune_experts)]
+    pruned = [prune_experts(model, kept, "router_pred_skip", x) for x in (False, True)]
     usages = [expert_usage(x, inputs, contributions=True, verbose=0) for x in pruned]
     for name, experts in kept.items():
         # First choices are those of routers that still have all columns.

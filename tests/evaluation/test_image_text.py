@@ -8,7 +8,8 @@ from keras_moe import analysis, models, training
 from keras_moe.evaluation import (
     contrastive_accuracy,
     encode_pairs,
-    few_shot_from_model,
+    extract_features,
+    few_shot,
     mteb_model,
     retrieval,
     zero_shot,
@@ -154,11 +155,10 @@ def test_a_model_with_capacity_16_dropless_or_pruned():
     pool = photos, np.arange(6) % 2
     result = zero_shot_from_model(pruned, *pool, ["red", "blue"], batch_size=6)
     assert (result.ks, len(result.ranks)) == ((1,), 6)
-    few_shot = training.FewShot(pool, pool, (1,), seeds=(0,))(model)
-    expected = few_shot_from_model(
-        model.encode_images, pool, pool, (1,), seeds=(0,), verbose=0
-    )
-    assert few_shot == {"1_shot": pytest.approx(expected.mean[0])}
+    actual = training.FewShot(pool, pool, (1,), seeds=(0,))(model)
+    pool = extract_features(model.encode_images, pool, verbose=0)
+    expected = few_shot(*pool, *pool, (1,), seeds=(0,))
+    assert actual == {"1_shot": pytest.approx(expected.mean[0])}
 
 
 # MIEB

@@ -143,7 +143,7 @@ def test_checkpoints_of_a_run_make_a_soup(tmp_path):
         variables = [*model.trainable_variables, *model.non_trainable_variables]
         training.save_checkpoint(tmp_path, step, {"model": variables}, {})
     actual = training.greedy_soup(
-        model, training.list_checkpoints(tmp_path), closeness((2, 2))
+        model, training.checkpoints.list_checkpoints(tmp_path), closeness((2, 2))
     )
     assert sorted(actual.ingredients) == [0, 1]
     np.testing.assert_allclose(to_numpy(model.get_layer("dense").kernel), 2.0)

@@ -67,7 +67,7 @@ def test_a_run_goes_on_as_if_it_had_not_ended(small, tmp_path, settings):
     for batches in (5, 6):
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, runs.Draws(), runs.Ends(batches), mine=mine)
-    assert training.list_checkpoints(tmp_path)[-1].name == "step-00000009"
+    assert training.checkpoints.list_checkpoints(tmp_path)[-1].name == "step-00000009"
     actual = run(tmp_path, runs.Draws(), mine=mine)
     assert actual.history == expected.history
     runs.assert_same_arrays(actual, expected)
@@ -256,7 +256,9 @@ def test_a_run_says_where_it_went_wrong(monkeypatch, tmp_path, every):
     assert "learning_rate=1.0" in message
     assert ("The last good checkpoint is" in message) == (every is not None)
     if every is not None:
-        assert [x.name for x in training.list_checkpoints(folder)] == ["step-00000002"]
+        assert [x.name for x in training.checkpoints.list_checkpoints(folder)] == [
+            "step-00000002"
+        ]
         assert training.find_checkpoint(folder).state["finished"] is False
 
 
@@ -284,7 +286,7 @@ def test_checkpoints_to_keep_and_averages_to_look_at(quick, tmp_path):
     look_on = training.PeriodicEvaluation({"look": look})
     keep = {"keep_every": 4, "keep_checkpoints": 1}
     actual = run(tmp_path, look_on, mine=mine, every=2, **keep)
-    names = [path.name for path in training.list_checkpoints(tmp_path)]
+    names = [path.name for path in training.checkpoints.list_checkpoints(tmp_path)]
     assert names == ["step-00000004", "step-00000007"]
     # The averages, which the weights are at the end of the run.
     np.testing.assert_array_equal(seen[0], to_numpy(actual.model.layers[-1].kernel))

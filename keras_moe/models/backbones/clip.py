@@ -27,6 +27,7 @@ from keras_moe.models.backbones.tower import (
     PooledProjection,
     TowerOutputs,
     embedding_projection,
+    image_inputs,
     text_inputs,
 )
 from keras_moe.models.loading._overrides import tower_config, tower_families
@@ -197,14 +198,15 @@ class CLIPBackbone(PairBackbone):
 
     @classmethod
     def _functional(cls, config, dtype):
-        inputs = {
-            "images": keras.Input(config.image.image_shape, name="images"),
-            **text_inputs(),
-        }
+        images: Any = image_inputs(config.image)
+        inputs = {**images, **text_inputs()}
         with keras.name_scope("image"):
-            backbone = _tower_backbone(config, "image", dtype)
-            embedding = _image_pooler(config, dtype)(backbone.output)
-        image = _encoder_model(backbone, embedding, "image")(inputs["images"])
+            backbone: Any = _tower_backbone(config, "image", dtype)
+            mask = backbone.token_mask(backbone.input)
+            pooler = _image_pooler(config, dtype)
+            embedding = pooler(backbone.output, mask=mask)
+        images = images.get("images", images)
+        image = _encoder_model(backbone, embedding, "image")(images)
         with keras.name_scope("text"):
             backbone = _tower_backbone(config, "text", dtype)
         encoder = _encoder_model(backbone, backbone.output["pooled"], "text")

@@ -139,6 +139,11 @@ class ImageConfig(TowerConfig, ModelArguments):
         super().__post_init__()
         self._set(image_shape=check_image_shape(self.image_shape))
 
+    @property
+    def example_shape(self) -> tuple[int, ...]:
+        """The shape of an image as the tower reads it, the largest if they vary."""
+        return self.image_shape
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VocabularyConfig(TowerConfig, ModelArguments):

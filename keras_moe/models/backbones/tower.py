@@ -30,6 +30,7 @@ from keras_moe.models.backbones.config import ImageConfig, TokenIdsConfig
 from keras_moe.models.loading.blueprint import Part
 from keras_moe.ops import Cost
 from keras_moe.ops._initializers import PathInitializer
+from keras_moe.routers import SoftRouter
 
 
 class TowerOutputs(NamedTuple):
@@ -134,6 +135,13 @@ class Tower(NamedTuple):
         outputs = x if self.final_norm is None else self.final_norm(x)
         return TowerOutputs(outputs, routing, block_tokens, new_caches)
 
+    def build_slots(self, max_length: int, dim: int) -> None:
+        """Builds Soft MoE blocks for inputs of any length up to `max_length`."""
+        for block in self.blocks:
+            if isinstance(getattr(block.feed_forward, "router", None), SoftRouter):
+                # Slots are weights, so their number follows from the maximum length.
+                block.build((None, max_length, dim))
+
     @property
     def layers(self) -> tuple[keras.layers.Layer, ...]:
         norms = () if self.final_norm is None else (self.final_norm,)
@@ -145,7 +153,7 @@ class Tower(NamedTuple):
         for layer in self.embedding:
             embedding += layer_cost(layer, shape)
             shape = tuple(layer.compute_output_shape((None, *shape))[1:])
-        kind = "patches" if len(input_shape) == 3 else "tokens"
+        kind = "patches" if len(input_shape) > 1 else "tokens"
         parts = [Part("embedding", kind, *embedding)]
         for block in self.blocks:
             kind = block_kind(block)
@@ -220,21 +228,21 @@ def image_embedding(
         dtype=dtype,
         name="patch_embedding",
     )
-    rows, columns = patches.grid(config.image_shape)
+    grid = patches.grid(config.image_shape)
     layers = [patches]
     if class_token:
         layers.append(ClassToken(dtype=dtype, name="class_token"))
     if position_embedding is not None:
         check_one_of("position_embedding", position_embedding, KINDS)
-        layers.append(
-            PositionEmbedding(
-                (rows, columns),
-                position_embedding,
-                interpolation=position_interpolation,
-                dtype=dtype,
-                name="position_embedding",
-            )
+        positions = PositionEmbedding(
+            grid,
+            position_embedding,
+            interpolation=position_interpolation,
+            max_patches=getattr(config, "max_patches", None),
+            dtype=dtype,
+            name="position_embedding",
         )
+        layers.append(positions)
     if register_tokens:
         first = int(class_token)
         layers.append(
@@ -244,7 +252,19 @@ def image_embedding(
         layers.append(
             LayerNorm(config.layer_norm_epsilon, dtype=dtype, name="embedding_norm")
         )
-    return tuple(layers), rows * columns + int(class_token) + register_tokens
+    (num_patches, _) = patches.compute_output_shape((None, *config.example_shape))[1:]
+    return tuple(layers), num_patches + int(class_token) + register_tokens
+
+
+def image_inputs(config: ImageConfig) -> dict[str, Any]:
+    """Symbolic images, or patches and grids of images of any shape."""
+    shape = config.example_shape
+    if len(shape) == 3:
+        return {"images": keras.Input(shape, name="images")}
+    return {
+        "patches": keras.Input((None, shape[1]), name="patches"),
+        "grids": keras.Input((2,), dtype="int32", name="grids"),
+    }
 
 
 def text_inputs() -> dict[str, Any]:

@@ -246,13 +246,24 @@ def image_tower_arguments(
     overrides: dict,
     axes: int = 2,
     image_size: int | None = None,
+    patch_size: int | None = None,
     **settings: Any,
 ) -> dict:
     """Infers arguments from tensors; `axes` is the rank of the position embeddings.
 
-    Without position embeddings nothing in them tells the `image_size`.
+    Without position embeddings nothing in them tells the `image_size`, and a matrix of
+    flattened patches does not tell their `patch_size`.
     """
-    hidden_dim, channels, height, width = required(file, f"{names.patches}weight", 4)
+    if patch_size is None:
+        kernel = required(file, f"{names.patches}weight", 4)
+        hidden_dim, channels, height, width = kernel
+    else:
+        hidden_dim, pixels = required(file, f"{names.patches}weight", 2)
+        height = width = patch_size
+        channels, rest = divmod(pixels, patch_size**2)
+        if rest:
+            expected = f"a patch_size whose square divides {pixels} pixels"
+            raise unfit(expected, patch_size=patch_size)
     class_token, own = names.class_token in file, {}
     size = (image_size, image_size)
     if image_size is None:

@@ -234,11 +234,7 @@ def _image_spec(file, config, overrides):
     root = _root(file, "image") or ""
     names = _IMAGE.under(root)
     kernel = f"{names.patches}weight"
-    if len(file[kernel].shape) == 2:
-        raise ValueError(
-            "Expected a SigLIP 2 of one image size; received: one for images of any "
-            f"shape (NaFlex) in {file.path}"
-        )
+    is_flat = len(file[kernel].shape) == 2
     vision = config.get("vision_config") or config
     is_clip = names.class_token in file
     activation = vision.get("hidden_act")
@@ -251,6 +247,8 @@ def _image_spec(file, config, overrides):
         num_heads=vision.get("num_attention_heads"),
         activation=activation,
         epsilon=vision.get("layer_norm_eps", 1e-5 if is_clip else 1e-6),
+        # A matrix does not tell the size of its patches.
+        patch_size=vision.get("patch_size", 16) if is_flat else None,
     )
     _check_sizes(file, vision, arguments)
     preprocessor = config.get("preprocessor", {})
@@ -260,6 +258,15 @@ def _image_spec(file, config, overrides):
     bias = f"{names.patches}bias"
     rules = image_tower_rules(names, arguments, images, bias if bias in file else None)
     task = None
+    image_arguments, notes = _preprocessing(preprocessor, crops=is_clip)
+    if is_flat:
+        if images is not None:
+            raise unfit("mean and std of 0.5 for patches", **images._asdict())
+        rules["patch_embedding/kernel"] = Matrix(kernel, inputs=3)
+        most = preprocessor.get("max_num_patches", vision.get("num_patches", 256))
+        arguments.update(max_patches=most, position_interpolation="antialiased")
+        image_arguments, notes = interpolation(preprocessor.get("resample", 2))
+        image_arguments.update(max_patches=most, patch_size=arguments["patch_size"])
     if "visual_projection.weight" in file:
         rules["predictions/kernel"] = Matrix("visual_projection.weight")
         rules["predictions/bias"] = Filled()
@@ -270,7 +277,6 @@ def _image_spec(file, config, overrides):
         task = {"num_classes": arguments["hidden_dim"], "pooling": "map"}
     left = ignored(file, text=("text_model.", "text_projection."), logits=LOGIT_NAMES)
     left[f"{root}embeddings.position_ids"] = POSITION_IDS
-    image_arguments, notes = _preprocessing(preprocessor, crops=is_clip)
     return ConversionSpec(
         TRANSFORMERS,
         "CLIP" if is_clip else "SigLIP",
@@ -400,13 +406,19 @@ def transformers_files(model: Any) -> tuple[dict, dict[str, Any]]:
     tensors, configs, files = {}, {}, {}
     if image is not None:
         tensors, configs["vision"], image_range = _exported_image(image, is_clip)
-        files["preprocessor_config.json"] = _exported_preprocessor(
+        most = image.config["max_patches"]
+        family = "Siglip" if most is None else "Siglip2"
+        images = _exported_preprocessor(
             model.preprocessor,
-            configs["vision"]["image_size"],
+            configs["vision"].get("image_size"),
             image_range,
-            "CLIP" if is_clip else "Siglip",
+            "CLIP" if is_clip else family,
             crop=1.0 if is_clip else None,
         )
+        if most is not None and not is_clip:
+            own = {"patch_size": configs["vision"]["patch_size"]}
+            images.update(max_num_patches=most, **own)
+        files["preprocessor_config.json"] = images
     if text is not None:
         texts, configs["text"] = _exported_text(text, is_clip)
         tensors.update(texts)
@@ -461,6 +473,10 @@ def _exported_image(tower, is_clip):
     names = _IMAGE.under(_IMAGE_ROOT)
     if not is_clip:
         rules = image_tower_rules(names, tower.config, bias=f"{names.patches}bias")
+        if tower.config["max_patches"] is not None:
+            side = config.pop("image_size") // config["patch_size"]
+            config.update(model_type="siglip2_vision_model", num_patches=side**2)
+            rules["patch_embedding/kernel"] = Matrix(f"{names.patches}weight", inputs=3)
         rules.update(pooler_rules(f"{_IMAGE_ROOT}head."))
         if "predictions/kernel" in tower.values:
             rules.update(without_projection())
@@ -521,6 +537,10 @@ def _exported_logits(logits, is_clip):
 
 def _exported_config(configs, is_clip):
     family, title = ("clip", "CLIP") if is_clip else ("siglip", "Siglip")
+    if "num_patches" in configs.get("vision", {}):
+        family, title = "siglip2", "Siglip2"
+        if "text" in configs:
+            configs["text"]["model_type"] = "siglip2_text_model"
     if len(configs) == 1:
         ((name, config),) = configs.items()
         projected = "WithProjection" if "projection_dim" in config else ""
@@ -550,6 +570,8 @@ def _exported_preprocessor(preprocessor, side, image_range, name, crop):
         "image_mean": list(image_range.mean),
         "image_std": list(image_range.std),
     }
+    if side is None:
+        return content
     if crop is None:
         size = {"height": side, "width": side}
         return {**content, "do_center_crop": False, "size": size}

@@ -172,10 +172,8 @@ class Blueprint:
         """Creates the blueprint of a backbone or task, without its weights."""
         backbone = getattr(model, "backbone", model)
         if not registry.is_registered(type(backbone)):
-            raise ValueError(
-                f"Expected a model with one of {registry.backbone_names()}; "
-                f"received: {type(model).__name__}"
-            )
+            expected = f"a model with one of {registry.backbone_names()}"
+            raise unfit(expected, type(model).__name__)
         config = backbone.get_config()
         if model is backbone:
             return cls(type(backbone), config, name=model.name)
@@ -317,9 +315,7 @@ def resolve(
         raise unfit(expected, num_classes=overrides["num_classes"])
     if isinstance(source, keras.Model) and not is_convertible(source):
         if overrides:
-            raise ValueError(
-                f"Expected no further arguments with a model; received: {overrides}"
-            )
+            raise unfit("no further arguments with a model", overrides)
         return Blueprint.of_model(source)
     check_one_of("tower", tower, (None, *TOWERS))
     has_classes = "num_classes" in overrides
@@ -362,9 +358,7 @@ def build(
 ) -> Any:
     """Builds a model from a source that is not itself a model of this library."""
     if isinstance(source, keras.Model) and not is_convertible(source):
-        raise ValueError(
-            f"Expected the name of a preset; received: {source!r}. {HUB_MODELS}"
-        )
+        raise unfit("the name of a preset", f"{source!r}. {HUB_MODELS}")
     with resolve(source, overrides, load_weights=load_weights, **options) as blueprint:
         model = blueprint.build()
     if load_weights and blueprint.weights is None:

@@ -32,6 +32,7 @@ from keras_moe.models.conversion import HEAD, POOLING
 from keras_moe.models.loading._sources import PUBLISHED, SAVED, ModelSource, TaskConfig
 from keras_moe.models.loading.blueprint import Part
 from keras_moe.models.preprocessing.images import ImagePreprocessor
+from keras_moe.models.preprocessing.patches import budget
 from keras_moe.models.registry import register_task
 from keras_moe.models.saving._lora import TRAINING, new_head_dtype, quantized_head
 from keras_moe.models.tasks._head import head_layers, loss_of_outputs
@@ -108,7 +109,6 @@ class ImageClassifier(MoETask, HubClassifier):
     Example:
 
     >>> import keras
-    >>> import numpy as np
     >>> from keras_moe import models
     >>> classifier = models.from_preset("vmoe_digits")
     >>> isinstance(classifier, models.ImageClassifier)
@@ -131,10 +131,8 @@ class ImageClassifier(MoETask, HubClassifier):
         # `num_classes` means a new head: drop the arguments of the source's head.
         is_new = "num_classes" in overrides
         if not is_new and not source.is_trained:
-            raise ValueError(
-                f"Expected num_classes, since {source.name!r} carries no trained task; "
-                "received: num_classes=None"
-            )
+            expected = f"num_classes, since {source.name!r} carries no trained task"
+            raise unfit(expected, "num_classes=None")
         config, new_weights = dict(source.task_config()), ()
         if is_new:
             new_weights = _adapt_head(config, source, overrides, backbone_config)
@@ -177,7 +175,7 @@ class ImageClassifier(MoETask, HubClassifier):
         check_one_of("output_activation", output_activation, activations)
         policy = check_dtype("head_dtype", head_dtype) or backbone.dtype_policy
         if isinstance(preprocessor, ImagePreprocessor):
-            preprocessor.check_model(backbone.image_shape, num_classes)
+            preprocessor.check_model(backbone, num_classes)
 
         # === Layers ===
         config = backbone.config.to_dict()
@@ -207,7 +205,8 @@ class ImageClassifier(MoETask, HubClassifier):
             self.output_dense = layers["predictions"]
 
             # === Functional model ===
-            features = self.pooler(backbone(inputs))
+            mask = backbone.token_mask(inputs)
+            features = self.pooler(backbone(inputs), mask=mask)
             if self.pooled_normalization is not None:
                 features = self.pooled_normalization(features)
             if representation_dim is not None:
@@ -252,7 +251,7 @@ class ImageClassifier(MoETask, HubClassifier):
             raise unfit(expected, preprocessor=value)
         # The constructor checks it before there is a model.
         if isinstance(value, ImagePreprocessor) and hasattr(self, "num_classes"):
-            value.check_model(self.input_shape[1:], self.num_classes)
+            value.check_model(self.backbone, self.num_classes)
         keras_hub.models.Task.preprocessor.fset(self, value)  # pyright: ignore
 
     def classify(
@@ -282,13 +281,13 @@ class ImageClassifier(MoETask, HubClassifier):
                 "keras_moe.models.ImagePreprocessor(model.input_shape[1:]); received: "
                 f"preprocessor={self.preprocessor!r}"
             )
-        prepared = self.preprocessor(images, max_value)
-        if prepared.ndim == 3:
-            return self._classes(prepared[None], top, 1)[0]
+        prepared, is_one = self.preprocessor.batch(images, max_value)
+        if is_one:
+            return self._classes(prepared, top, 1)[0]
         return self._classes(prepared, top, batch_size)
 
     def _classes(self, prepared, top, batch_size):
-        if not len(prepared):
+        if not len(keras.tree.flatten(prepared)[0]):
             return []
         outputs = self.predict(prepared, batch_size=batch_size, verbose=0)
         names = self.preprocessor.class_names
@@ -339,9 +338,7 @@ class ImageClassifier(MoETask, HubClassifier):
         experts = head.gate.expert_types.total
         offsets = np.asarray(offsets, "float32")
         if offsets.shape != (experts,) or not np.isfinite(offsets).all():
-            raise ValueError(
-                f"Expected finite offsets of shape ({experts},); received: {offsets}"
-            )
+            raise unfit(f"finite offsets of shape ({experts},)", offsets)
         before = head.edited_outputs
         outputs = before if output in before else (*before, output)
         config = self.get_config()
@@ -465,14 +462,15 @@ class MixerImageClassifier(ImageClassifier):
 def _preprocessor(source, config, overrides, backbone_config):
     """Returns the source's preprocessor for the model's size and classes."""
     shape, num_classes = backbone_config["image_shape"], overrides.get("num_classes")
-    default = ImagePreprocessor(shape, class_names=source.class_names)
+    own = budget(backbone_config)
+    default = ImagePreprocessor(shape, class_names=source.class_names, **own)
     preprocessor = config.get("preprocessor", default)
     if not isinstance(preprocessor, ImagePreprocessor):
         return preprocessor
     if source.kind == SAVED and num_classes is not None:
         # Other classes, even if there are as many.
         preprocessor = dataclasses.replace(preprocessor, class_names=None)
-    return preprocessor.adapted(shape, num_classes)
+    return preprocessor.adapted(shape, num_classes, **own)
 
 
 def _adapt_head(config, source, overrides, backbone_config):
