@@ -43,7 +43,7 @@ ONLY_IN = {
     "matplotlib": ("analysis/plots/", "report/"),
     # Tables; the folders are those of what is printed.
     "rich": (
-        *("_tables.py", "analysis/", "cli/", "distribution/"),
+        *("_tables.py", "analysis/", "cli/", "data/", "distribution/"),
         *("evaluation/", "models/", "training/"),
     ),
     "tools": (),

@@ -7,7 +7,7 @@ Axes: N examples, F feature dim, C classes, L values of l2, k shots per class, R
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -186,10 +186,10 @@ def extract_features(
     features, labels, size = [], [], 0
     for images, batch_labels in batches:
         # The tensors of tf.data may belong to another backend.
-        images = to_numpy(images)
+        images: Any = keras.tree.map_structure(to_numpy, images)
         # A model's prediction step is compiled; calling the model is not.
         if isinstance(model, keras.Model):
-            size = max(size, len(images))
+            size = max(size, len(keras.tree.flatten(images)[0]))
             output = predict_batch(model, images, size)
         else:
             output = model(images)

@@ -32,8 +32,8 @@ from keras_moe.analysis.routing import (
 from keras_moe.analysis.usage import (
     ExpertUsage,
     UsageProbe,
-    masks_padding,
     merged_usage,
+    routed_tokens,
 )
 from keras_moe.training.callbacks import (
     EventFile,
@@ -230,10 +230,10 @@ class _RoutingProbe(Hooked):
             # Heads and token mixers of muMoE use all experts.
             if name != "head" and not name.endswith("/token_mixer"):
                 router = getattr(backbone.get_layer(name).feed_forward, "router", None)
-                self.selected[name] = getattr(router, "num_selected_experts", None)
+                self.selected[name] = getattr(router, "choices_per_token", None)
                 biases[name] = getattr(router, "selection_bias", None)
         object.__setattr__(self, "_biases", biases)
-        self.without_padding = [name for name in routing if masks_padding(model, name)]
+        object.__setattr__(self, "_of", model)
 
     def rows(self, inputs):
         """Returns the figures of each layer."""
@@ -246,9 +246,7 @@ class _RoutingProbe(Hooked):
         }
         records, rows = predict_batch(self, inputs), []
         for name, selected in self.selected.items():
-            mask = None
-            if name in self.without_padding:
-                mask = np.asarray(inputs["padding_mask"], bool)
+            mask = routed_tokens(self._of, name, inputs)
             figures = routing_statistics(records[name], selected, mask)
             shares = figures.expert_shares
             row = {"layer": name, **figures.to_dict()}

@@ -66,6 +66,7 @@ def test_the_zoo_is_complete():
     ("vmoe_b32", [1, 3, 5, 7, 9, 11], 32),
     ("vmoe_s32_last2_e8", [5, 7], 8),
     ("vmoe_b16_every2_e8", [1, 3, 5, 7, 9, 11], 8),
+    ("eee_s32_last2_e8", [5, 7], None),
 ])  # fmt: skip
 def test_which_blocks_are_moe(preset, moe_layers, experts):
     parts = models.describe(preset).parts
@@ -84,6 +85,8 @@ def test_heads_are_those_of_the_released_configs(preset):
     head = task.get("representation_dim"), task.get("head_bias")
     if preset == "vmoe_b16_every2_e8":
         assert head == (None, -10.0)
+    elif preset == "eee_s32_last2_e8":
+        assert head == (512, -10.0)
     elif entry["variant"].startswith("vmoe/"):
         assert head == (hidden_dim, "prior")
         costs = models.describe(preset, num_classes=10)

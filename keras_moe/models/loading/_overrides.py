@@ -36,6 +36,7 @@ _OF_EVERY_ROUTER = (
     "tau",
     "num_modalities",
     "expert_pools",
+    "ensemble_size",
 )
 # Mutually exclusive arguments.
 _EXCLUSIVE = (

@@ -192,7 +192,8 @@ class _Published(ModelSource):
         self._file, self._spec, self._load_weights = file, spec, load_weights
         is_path = isinstance(source, (str, os.PathLike))
         name = os.fspath(source) if is_path else file.path
-        super().__init__(name, registry.backbone_class(spec.backbone), spec.arguments)
+        arguments = spec.model_arguments()
+        super().__init__(name, registry.backbone_class(spec.backbone), arguments)
         self.is_trained = spec.task_arguments is not None
         if spec.task is not None:
             self.task = registry.named_task_class(spec.task)

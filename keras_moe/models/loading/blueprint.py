@@ -45,6 +45,7 @@ class Part(NamedTuple):
         parameters: number of parameters.
         active_parameters: those used by one token.
         flops: forward FLOPs of matmuls per image, 2 per multiply-add.
+        members: members of an ensemble that run it.
     """
 
     name: str
@@ -52,6 +53,11 @@ class Part(NamedTuple):
     parameters: int
     active_parameters: int
     flops: int
+    members: int = 1
+
+    def of_members(self, members: int) -> "Part":
+        """The part, run by several members of an ensemble."""
+        return self._replace(flops=members * self.flops, members=members)
 
 
 class Description(NamedTuple):
@@ -86,6 +92,17 @@ class Description(NamedTuple):
         """Forward GFLOPs per image, 2 FLOPs per multiply-add."""
         return sum(part.flops for part in self.parts) / 1e9
 
+    @property
+    def ensemble_size(self) -> int:
+        """Number of members of an ensemble; 1 for any other model."""
+        return max(part.members for part in self.parts)
+
+    @property
+    def separate_gflops(self) -> float:
+        """Forward GFLOPs of as many separate models, which share nothing."""
+        own = (part.flops / part.members for part in self.parts)
+        return self.ensemble_size * sum(own) / 1e9
+
     def to_dict(self) -> dict:
         """Returns a JSON-serialisable dict."""
         return {
@@ -110,6 +127,11 @@ class Description(NamedTuple):
             ]
             for parts in (self.parts, [total])
         )
+        if self.ensemble_size > 1:
+            separate = self.separate_gflops
+            saved = f"{1 - self.gflops / separate:.0%} less here"
+            name = f"{self.ensemble_size} separate models"
+            last.append((name, saved, "", "", f"{separate:.3f}"))
         head = ("part", "kind", "parameters", "active per token")
         head += (f"GFLOPs per {self.example}",)
         table = numbers_table(title, head, rows, last, texts=(0, 1))
@@ -123,8 +145,10 @@ class UnbuiltTower(NamedTuple):
     # Tokens attend within their sequence; `sequences` has the lengths.
     prefix: str
     blocks: list
+    # `members` has how many members of an ensemble run each block.
     sequences: tuple[int, ...]
     hidden_dim: int
+    members: list[int]
 
 
 @dataclass(frozen=True)
@@ -198,15 +222,15 @@ class Blueprint:
             towers = {"": (self.backbone, config)}
             if families:
                 towers = {f"{k}/": (x, getattr(config, k)) for k, x in families.items()}
-            return [
-                UnbuiltTower(
-                    prefix,
-                    list(cls.tower(config, "float32").blocks),
+            unbuilt = []
+            for prefix, (cls, config) in towers.items():
+                tower, lengths = (
+                    cls.tower(config, "float32"),
                     cls.sequence_lengths(config),
-                    config.hidden_dim,
                 )
-                for prefix, (cls, config) in towers.items()
-            ]
+                sizes = lengths, config.hidden_dim, tower.members
+                unbuilt.append(UnbuiltTower(prefix, list(tower.blocks), *sizes))
+            return unbuilt
 
     def build(self) -> KerasModel:
         """Creates the model and loads the source's weights, if requested."""

@@ -28,6 +28,7 @@ from keras_moe.models.preprocessing.images import (
     ImagePreprocessor,
     checked_preprocessor,
 )
+from keras_moe.models.preprocessing.patches import budget
 from keras_moe.models.preprocessing.tokenizer import TextTokenizer
 from keras_moe.models.registry import register_task
 from keras_moe.models.tasks._labelless import (
@@ -174,8 +175,9 @@ class ContrastiveModel(TakesPairs, LabellessTask):
         config = dict(source.task_config())
         image, text = (backbone_config.get(x, backbone_config) for x in MODALITIES)
         if config.get("image_preprocessor") is not None:
-            shape = image["image_shape"]
-            config["image_preprocessor"] = config["image_preprocessor"].adapted(shape)
+            config["image_preprocessor"] = config["image_preprocessor"].adapted(
+                image["image_shape"], **budget(image)
+            )
         return TaskConfig(
             {**without_large_tokenizer(source, config, text), **overrides}
         )
@@ -262,7 +264,8 @@ class ContrastiveModel(TakesPairs, LabellessTask):
         Args:
             images: images (B, height, width, channels) in the model's format; or, with
                 an `image_preprocessor`, images of any size (floats of the model's size
-                count as preprocessed).
+                count as preprocessed). With `max_patches`, a dict of `"patches"` and
+                `"grids"`.
             batch_size: images per batch.
             verbose: 1 shows progress.
         """
@@ -270,10 +273,11 @@ class ContrastiveModel(TakesPairs, LabellessTask):
         # Integer pixels are raw.
         is_raw = "int" in str(getattr(images, "dtype", ""))
         is_prepared = shape[1:] == tuple(self.backbone.image_shape) and not is_raw
+        if budget(self.backbone.config):
+            is_prepared = isinstance(images, dict)
         if self.image_preprocessor is not None and not is_prepared:
-            images = self.image_preprocessor(images)
-            images = images if images.ndim == 4 else images[None]
-        if images is None or not hasattr(images, "shape"):
+            images, _ = self.image_preprocessor.batch(images)
+        if not isinstance(images, dict) and not hasattr(images, "shape"):
             raise ValueError(
                 "Expected an array of images (batch, height, width, channels), or a "
                 f"model with an image_preprocessor; received: {type(images).__name__}"
