@@ -122,8 +122,14 @@ class Description(NamedTuple):
         total = Part("total", "", self.parameters, self.active_parameters, flops)
         rows, last = (
             [
-                (name, kind, f"{weights:,}", f"{active:,}", f"{flops / 1e9:.3f}")
-                for name, kind, weights, active, flops in parts
+                (
+                    part.name,
+                    part.kind,
+                    f"{part.parameters:,}",
+                    f"{part.active_parameters:,}",
+                    f"{part.flops / 1e9:.3f}",
+                )
+                for part in parts
             ]
             for parts in (self.parts, [total])
         )
