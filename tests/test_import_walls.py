@@ -41,6 +41,11 @@ ONLY_IN = {
     "triton": ("_triton_first.py",),
     "keras_hub": ("models/", "_compat.py"),
     "matplotlib": ("analysis/plots/", "report/"),
+    # Tables; the folders are those of what is printed.
+    "rich": (
+        *("_tables.py", "analysis/", "cli/", "data/", "distribution/"),
+        *("evaluation/", "models/", "training/"),
+    ),
     "tools": (),
     "guides": (),
 }

@@ -122,19 +122,25 @@ class Description(NamedTuple):
         total = Part("total", "", self.parameters, self.active_parameters, flops)
         rows, last = (
             [
-                (name, kind, f"{weights:,}", f"{active:,}", f"{flops / 1e9:.3f}")
-                for name, kind, weights, active, flops, _ in parts
+                (
+                    part.name,
+                    part.kind,
+                    f"{part.parameters:,}",
+                    f"{part.active_parameters:,}",
+                    f"{part.flops / 1e9:.3f}",
+                )
+                for part in parts
             ]
             for parts in (self.parts, [total])
         )
-        head = ("part", "kind", "parameters", "active per token")
-        head += (f"GFLOPs per {self.example}",)
-        table = numbers_table(title, head, rows, last, texts=(0, 1))
         if self.ensemble_size > 1:
             separate = self.separate_gflops
             saved = f"{1 - self.gflops / separate:.0%} less here"
             name = f"{self.ensemble_size} separate models"
-            table.add_row(name, saved, "", "", f"{separate:.3f}")
+            last.append((name, saved, "", "", f"{separate:.3f}"))
+        head = ("part", "kind", "parameters", "active per token")
+        head += (f"GFLOPs per {self.example}",)
+        table = numbers_table(title, head, rows, last, texts=(0, 1))
         (console or Console()).print(table)
 
 
