@@ -82,7 +82,7 @@ def encode_pairs(model: Any, pairs: Any, batch_size: int = 64) -> PairEmbeddings
         model: image-text model.
         pairs: iterable of batches `(inputs, ids)`, such as
             `keras_moe.data.load_pairs(..., captions="all", shuffle=False)`, or one
-            tuple of arrays. `inputs` has `"images"` and either `"token_ids"` and
+            tuple of arrays. `inputs` has `"images"` (or `"patches"` and `"grids"`) and either `"token_ids"` and
             `"padding_mask"` or `"captions"`; `ids` has integers `"image_ids"` and
             `"text_ids"`, equal for equal images and texts, or is None.
         batch_size: number of images and texts embedded at a time.
@@ -109,7 +109,9 @@ def encode_pairs(model: Any, pairs: Any, batch_size: int = 64) -> PairEmbeddings
         pairs = [pairs]
     for batch in read_iterable(pairs, "pairs")[0]:
         inputs, ids = _to_arrays(batch)
-        rows = len(inputs["images"])
+        own = [name for name in inputs if name in ("images", "patches", "grids")]
+        pictures = {name: inputs.pop(name) for name in own}
+        rows = len(next(iter(pictures.values())))
         own_ids = ids.get("image_ids", np.arange(count, count + rows))
         new = []
         for row, image_id in enumerate(own_ids.tolist()):
@@ -117,7 +119,8 @@ def encode_pairs(model: Any, pairs: Any, batch_size: int = 64) -> PairEmbeddings
                 indices[image_id] = len(indices)
                 new.append(row)
             owner.append(indices[image_id])
-        images.add(inputs.pop("images")[new])
+        pictures = {name: x[new] for name, x in pictures.items()}
+        images.add(pictures.get("images", pictures))
         texts.add(inputs)
         if "text_ids" in ids:
             text_ids.append(ids["text_ids"])
@@ -172,8 +175,12 @@ def zero_shot_from_model(
     def encode(batch):
         # The last batch is padded, so that nothing is compiled for it.
         nonlocal size
-        size, count = max(size, len(batch)), len(batch)
-        batch = np.concatenate([batch, np.repeat(batch[-1:], size - count, axis=0)])
+        count = len(keras.tree.flatten(batch)[0])
+        size = max(size, count)
+        batch = keras.tree.map_structure(
+            lambda x: np.concatenate([x, np.repeat(x[-1:], size - count, axis=0)]),
+            batch,
+        )
         return model.encode_images(batch, batch_size=size)[:count]
 
     data = images if labels is None else (images, labels)
@@ -317,11 +324,12 @@ class _Encoder:
 
 
 def _joined(first, second):
-    """Concatenates rows, padding shorter token ids with zeros."""
-    if first.ndim == 2 and first.shape[1] != second.shape[1]:
-        length = max(first.shape[1], second.shape[1])
+    """Concatenates rows, padding shorter token ids or patches with zeros."""
+    if first.ndim in (2, 3) and first.shape[1] != second.shape[1]:
+        length, rest = max(first.shape[1], second.shape[1]), [(0, 0)] * (first.ndim - 2)
         first, second = (
-            np.pad(x, ((0, 0), (0, length - x.shape[1]))) for x in (first, second)
+            np.pad(x, ((0, 0), (0, length - x.shape[1]), *rest))
+            for x in (first, second)
         )
     return np.concatenate([first, second])
 
@@ -330,7 +338,8 @@ def _to_arrays(batch):
     """Images, texts and ids of a batch as NumPy arrays."""
     inputs, ids = batch
     texts = ("captions",) if "captions" in inputs else ("token_ids", "padding_mask")
-    inputs = {name: to_numpy(inputs[name]) for name in ("images", *texts)}
+    images = ("patches", "grids") if "grids" in inputs else ("images",)
+    inputs = {name: to_numpy(inputs[name]) for name in (*images, *texts)}
     ids = {name: to_numpy(x) for name, x in (ids or {}).items()}
     shapes = {name: x.shape for name, x in {**inputs, **ids}.items()}
     if len({shape[:1] for shape in shapes.values()}) != 1:

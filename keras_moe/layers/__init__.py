@@ -25,7 +25,7 @@ from keras_moe.layers.patch_embedding import (
 )
 from keras_moe.layers.pooling import AttentionPooling, MaskedPooling, TokenPooling
 from keras_moe.layers.position_embedding import (
-    PatchPositions,
+    PatchMask,
     PositionEmbedding,
     RotaryEmbedding2D,
     resize_positions,
@@ -60,7 +60,7 @@ __all__ = [
     "MuMoEConfig",
     "MultilinearExperts",
     "PatchEmbedding",
-    "PatchPositions",
+    "PatchMask",
     "PerExpert",
     "PositionEmbedding",
     "RMSNorm",

@@ -245,6 +245,7 @@ class RotaryEmbedding2D(Layer):
 
     Args:
         grid: number of patches down and across; None where calls have `positions`.
+        first: number of tokens before the patches, where there is no `grid`.
         kind: `"axial"` or `"golden"`.
         base: base of the axial frequencies.
         max_frequency: largest length of a golden vector; the smallest is 1.
@@ -252,8 +253,8 @@ class RotaryEmbedding2D(Layer):
 
     Call arguments:
         x: (B, N, heads, key_dim), with the patches last, and key_dim a multiple of 4.
-        positions: places (y, x) of all tokens by `PatchPositions`, float32 (B, N, 2),
-            for images of any shape in one batch.
+        positions: integers (B, 2), patches down and across in each image, for images
+            of any shape in one batch; None for images of `grid`.
 
     Output shape: that of `x`.
 
@@ -276,10 +277,12 @@ class RotaryEmbedding2D(Layer):
         kind: str = "axial",
         base: float = 100.0,
         max_frequency: float = 20.0,
+        first: int = 0,
         **kwargs,
     ):
         super().__init__(**kwargs)
         self.grid = None if grid is None else check_pair("grid", grid)
+        self.first = check_integer("first", first, minimum=0)
         self.kind = check_one_of("kind", kind, ROTARY_KINDS)
         self.base = check_positive("base", base)
         self.max_frequency = check_positive("max_frequency", max_frequency)
@@ -328,19 +331,24 @@ class RotaryEmbedding2D(Layer):
         angles = angles.reshape(len(places), 1, key_dim // 2)
         return ops.convert_to_tensor(angles.astype("float32"))
 
-    def _angles_at(self, places, key_dim):
-        """Angles (B, N, heads or 1, pairs) at the places (B, N, 2)."""
+    def _angles_at(self, grids, count, key_dim):
+        """Angles (B, N, heads or 1, pairs) of patches of images of several grids."""
+        place, size = patch_places(grids, count)
         if self.kind == "golden":
+            limits = ops.sqrt(size / ops.flip(size, axis=-1))
+            places = limits * (2 * place / ops.maximum(size - 1, 1) - 1)
             return ops.einsum("bnp,hfp->bnhf", places, self.frequencies)
         frequencies = 2 * np.pi * self.base ** -(np.arange(0, key_dim, 4) / key_dim)
         frequencies = ops.convert_to_tensor(frequencies.astype("float32"))
+        places = (place + 0.5) / size * 2 - 1
         angles = ops.expand_dims(places, -1) * frequencies
-        return ops.reshape(angles, (*ops.shape(places)[:2], 1, key_dim // 2))
+        return ops.reshape(angles, (*ops.shape(place)[:2], 1, key_dim // 2))
 
     def call(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        key_dim, first = x.shape[-1], 0
+        key_dim, first = x.shape[-1], self.first
         if positions is not None:
-            angles = self._angles_at(positions, key_dim)
+            count = ops.shape(x)[1] - first
+            angles = self._angles_at(positions, count, key_dim)
         elif self.grid is None:
             raise unfit("positions of the tokens, or a grid", positions=None, grid=None)
         else:
@@ -385,60 +393,44 @@ def patch_places(grids: Tensor, count: int | Tensor) -> tuple[Any, Any]:
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class PatchPositions(Layer):
-    """Which tokens of images of any shape are no padding, and where they lie.
+class PatchMask(Layer):
+    """Which tokens of images of any shape are no padding.
 
     Args:
-        first: number of tokens before the patches, such as a class token; they are at
-            (0, 0), where rotary positions turn nothing.
-        kind: `"axial"` or `"golden"`, as in `RotaryEmbedding2D`; None for no places.
+        first: number of tokens before the patches, such as a class token.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         patches: (B, N, ...), padded behind each image's last patch.
         grids: integers (B, 2), patches down and across in each image.
 
-    Output shape: `(mask, positions)`: booleans (B, first + N), False for padding; and
-        float32 (B, first + N, 2), or the mask alone without a kind.
+    Output shape: booleans (B, first + N), False for padding.
 
     Reference: *SigLIP 2*, section 2.4 (NaFlex).
 
     Example:
 
     >>> import numpy as np
-    >>> from keras_moe.layers import PatchPositions
+    >>> from keras_moe.layers import PatchMask
     >>> patches, grids = np.zeros((2, 3, 12)), np.array([[1, 2], [3, 1]])
-    >>> np.array(PatchPositions(first=1)(patches, grids)).astype(int).tolist()
+    >>> np.array(PatchMask(first=1)(patches, grids)).astype(int).tolist()
     [[1, 1, 1, 0], [1, 1, 1, 1]]
     """
 
-    def __init__(self, first: int = 0, kind: str | None = None, **kwargs):
+    def __init__(self, first: int = 0, **kwargs):
         super().__init__(autocast=False, **kwargs)
         self.first = check_integer("first", first, minimum=0)
-        self.kind = check_one_of("kind", kind, (None, *ROTARY_KINDS))
 
     def call(self, patches: Tensor, grids: Tensor) -> Any:
-        count = ops.shape(patches)[1]
         num_patches = ops.prod(ops.cast(grids, "int32"), axis=1, keepdims=True)
-        index = ops.arange(self.first + count, dtype="int32") - self.first
-        mask = ops.expand_dims(index, 0) < num_patches
-        if self.kind is None:
-            return mask
-        place, size = patch_places(grids, count)
-        if self.kind == "axial":
-            places = (place + 0.5) / size * 2 - 1
-        else:
-            limits = ops.sqrt(size / ops.flip(size, axis=-1))
-            places = limits * (2 * place / ops.maximum(size - 1, 1) - 1)
-        return mask, ops.pad(places, ((0, 0), (self.first, 0), (0, 0)))
+        length = self.first + ops.shape(patches)[1]
+        index = ops.arange(length, dtype="int32") - self.first
+        return ops.expand_dims(index, 0) < num_patches
 
     def compute_output_spec(self, patches, grids):
         batch, count = patches.shape[:2]
         length = None if count is None else self.first + count
-        mask = keras.KerasTensor((batch, length), "bool")
-        if self.kind is None:
-            return mask
-        return mask, keras.KerasTensor((batch, length, 2), "float32")
+        return keras.KerasTensor((batch, length), "bool")
 
 
 def _weights_at(place, size, old, interpolation):

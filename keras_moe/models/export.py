@@ -146,6 +146,7 @@ _PLAIN_ATTENTION = {
     "attention_sinks": False,
     "key_bias": True,
     "register_tokens": 0,
+    "max_patches": None,
 }
 
 

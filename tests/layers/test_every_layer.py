@@ -343,7 +343,7 @@ def test_every_public_layer_is_checked():
     }
     # Base classes, two without weights that return a mask, and one that takes heads.
     public -= {routers.Router, routers.SparseRouter, layers.CausalMask}
-    public -= {layers.PatchPositions, layers.RotaryEmbedding2D}
+    public -= {layers.PatchMask, layers.RotaryEmbedding2D}
     assert public == {type(make()) for make in (*MAKERS.values(), *COUNTED.values())}
     # These take weights beside their input: an MoE layer and MuMoE have them.
     public -= {layers.ZeroComputationExperts, layers.MultilinearExperts}

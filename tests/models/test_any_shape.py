@@ -26,6 +26,7 @@ KINDS = {
     "sincos": {"position_embedding": "sincos", "class_token": False},
     "rotary_2d": {"position_embedding": "rotary_2d", "register_tokens": 2},
     "golden_2d": {"position_embedding": "golden_2d", "moe": EXPERTS},
+    "expert choice": {"moe": {**EXPERTS, "router": "softmax_expert_choice"}},
     "soft": {"position_embedding": None, "moe": {**EXPERTS, "router": "soft"}},
     "sinks": {"attention_sinks": True, "norm": "plain_rms", "class_token": False},
 }
@@ -106,16 +107,31 @@ def test_patches_by_hand():
     assert_same(inputs["patches"][1], [[0, 1, 8, 9], *[[0] * 4] * 3])
 
 
-def test_positions_by_hand():
+def test_masks_by_hand():
     patches, grids = np.zeros((2, 4, 3)), np.array([[1, 4], [2, 1]])
-    mask, places = layers.PatchPositions(first=1, kind="axial")(patches, grids)
+    mask = layers.PatchMask(first=1)(patches, grids)
     assert_same(mask, [[True] * 5, [True] * 3 + [False] * 2])
-    assert_close(places[0, 1:], [[0, -0.75], [0, -0.25], [0, 0.25], [0, 0.75]])
-    assert_close(places[1, :3], [[0, 0], [-0.5, 0], [0.5, 0]])
-    # Sides in the ratio of 1 to 4 reach to 1/2 and 2.
-    _, places = layers.PatchPositions(kind="golden")(patches, grids)
-    expected = [[-0.5, -2], [-0.5, -2 / 3], [-0.5, 2 / 3], [-0.5, 2]]
-    assert_close(places[0], expected, 1e-6)
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("kind", ["axial", "golden"])
+def test_rotary_positions_of_a_grid_in_half_precision(kind):
+    """Angles are float32: 128 columns are more than bfloat16 tells apart."""
+    x = np.random.default_rng(0).normal(size=(1, 257, 2, 8))
+    of_grid = layers.RotaryEmbedding2D((2, 128), kind, dtype="bfloat16")
+    of_any = layers.RotaryEmbedding2D(None, kind, first=1, dtype="bfloat16")
+    received = of_any(x, positions=np.array([[2, 128]], "int32"))
+    assert_close(keras.ops.cast(received, "float32"), keras.ops.cast(of_grid(x), "float32"), 1e-2, 1e-2)
+    options = {"position_embedding": f"{'rotary' if kind == 'axial' else kind}_2d"}
+    model = backbone(**options, dtype="mixed_bfloat16")
+    fixed = models.ViTBackbone(**{**SIZES, **options, "image_shape": (20, 16, 3)}, dtype="mixed_bfloat16")
+    for weight, own in zip(fixed.weights, model.weights, strict=True):
+        assert weight.path == own.path
+        weight.assign(own)
+    inputs = padded()
+    expected = fixed.predict(whole(inputs, 1), verbose=0).astype("float32")
+    received = model.predict(one(inputs, 1), verbose=0).astype("float32")
+    assert_close(received, expected, 0.02, 0.02)
 
 
 @pytest.mark.every_backend
@@ -195,6 +211,8 @@ def test_classify_takes_photos_of_any_shape(tmp_path):
     assert model.classify([]) == []
     model.save_to_preset(tmp_path)
     assert models.from_preset(str(tmp_path)).classify(photos) == results
+    narrow = models.from_preset(str(tmp_path), max_patches=9)
+    assert narrow.preprocessor.max_patches == 9
     fixed = models.from_preset(str(tmp_path), max_patches=None)
     assert fixed.preprocessor.max_patches is None
     assert len(fixed.classify(photos)) == 2
@@ -208,6 +226,7 @@ def test_classify_takes_photos_of_any_shape(tmp_path):
     ((100, 50), 64, (12, 6)),
     ((480, 640), None, (14, 18)),
     ((16, 16), None, (16, 16)),
+    ((100, 80), 256, (18, 14)),
     ((5, 900), None, (1, 180)),
 ])  # fmt: skip
 def test_budgets_keep_the_aspect_ratio(size, least, grid):
@@ -268,6 +287,10 @@ def test_pairs_of_images_of_any_shape_and_texts(tmp_path):
     again = models.from_preset(str(tmp_path))
     assert again.image_preprocessor == preprocessor
     assert_same(again.similarity(photos, texts), similarity)
+    pairs = {**images, **texts}, None
+    embeddings = evaluation.encode_pairs(model, pairs)
+    assert_close(embeddings.images, expected, 1e-6, 1e-6)
+    assert len(embeddings.texts) == 3
     refuses("patches, grids, token_ids", model.predict, texts)
     refuses("patches, grids alone", model.encode_images, {"patches": 1})
 
@@ -322,6 +345,8 @@ def test_bad_inputs():
         ("from 1 to 20 patches", model.predict, {**padded(length=20), "grids": wide}),
         ("from 1 to 24", model.predict, {**good, "grids": good["grids"] - 1}),
         ("integers", model.predict, {**good, "grids": good["grids"] + 0.5}),
+        ("a grid for each", model.predict, {**good, "grids": good["grids"][:2]}),
+        ("from 1 to 24", model.predict, {**good, "grids": np.full((3, 2), 2**32)}),
         ("None, 48", model.predict, {**good, "patches": np.zeros((3, 24, 47))}),
         ("patch_size=\\(3, 3\\) divides", models.pad_patches, [image], 3),
         ("one number of", models.pad_patches, [image, image[..., :1]], 4),

@@ -21,7 +21,7 @@ from keras_moe._checks import (
 from keras_moe._types import DType
 from keras_moe.layers import (
     PatchEmbedding,
-    PatchPositions,
+    PatchMask,
     PositionEmbedding,
     RotaryEmbedding2D,
 )
@@ -169,10 +169,8 @@ class ViTBackbone(ImageBackbone):
             return super()._functional(config, dtype)
         inputs, tower = image_inputs(config), cls.tower(config, dtype)
         x, grids = inputs["patches"], inputs["grids"]
-        masking = _positions(config)
-        mask, positions = masking(x, grids), None
-        if masking.kind is not None:
-            mask, positions = mask
+        first = config.class_token + config.register_tokens
+        mask = PatchMask(first, name="patch_mask")(x, grids)
         for layer in tower.embedding:
             if isinstance(layer, PositionEmbedding):
                 num_tokens = config.max_patches + config.class_token
@@ -180,8 +178,9 @@ class ViTBackbone(ImageBackbone):
                 x = layer(x, grids=grids)
             else:
                 x = layer(x)
-        tower.build_slots(config.max_patches + masking.first, config.hidden_dim)
-        arguments = {} if positions is None else {"positions": positions}
+        tower.build_slots(config.max_patches + first, config.hidden_dim)
+        is_rotary = config.position_embedding in ROTARY
+        arguments = {"positions": grids} if is_rotary else {}
         encoded = tower.encode(x, mask, mixer_arguments=arguments)
         return inputs, encoded.tokens, encoded
 
@@ -193,9 +192,7 @@ class ViTBackbone(ImageBackbone):
     def token_mask(self, inputs: Any) -> Any:
         if self.config.max_patches is None:
             return None
-        layer = self.get_layer("patch_positions")
-        mask = layer(inputs["patches"], inputs["grids"])
-        return mask if layer.kind is None else mask[0]
+        return self.get_layer("patch_mask")(inputs["patches"], inputs["grids"])
 
     def patches_of(self, tokens: Any) -> dict[str, Any]:
         if self.config.max_patches is None:
@@ -209,15 +206,6 @@ class ViTBackbone(ImageBackbone):
         return super().grid
 
 
-def _positions(config: ViTConfig) -> PatchPositions:
-    """The layer that tells padding and places of patches."""
-    return PatchPositions(
-        config.class_token + config.register_tokens,
-        ROTARY.get(config.position_embedding or ""),
-        name="patch_positions",
-    )
-
-
 def _rotary_attention(config: ViTConfig, kind: str) -> Callable:
     """Makes a block's attention with rotary positions of its own."""
 
@@ -228,7 +216,12 @@ def _rotary_attention(config: ViTConfig, kind: str) -> Callable:
 
     def attention(spec, index):
         rotary = RotaryEmbedding2D(
-            grid, kind, config.rotary_base, dtype=spec.dtype, name="rotary_embedding"
+            grid,
+            kind,
+            config.rotary_base,
+            first=config.class_token + config.register_tokens,
+            dtype=spec.dtype,
+            name="rotary_embedding",
         )
         return config.attention(spec, index, positions=rotary)
 

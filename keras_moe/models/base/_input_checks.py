@@ -118,7 +118,11 @@ def _check_patches(model, inputs):
         raise unfit(f"at most max_patches={most}", shape=tuple(patches.shape))
     if grids is None or grids.ndim != 2 or grids.shape[1] != 2 or not grids.size:
         return
-    fits = (grids.min(axis=1) > 0) & (grids.prod(axis=1) <= longest)
+    if is_array(patches) and len(patches) != len(grids):
+        expected = f"a grid for each of {len(patches)} images"
+        raise unfit(expected, f"{len(grids)} grids")
+    fits = (grids.min(axis=1) > 0) & (grids.max(axis=1) <= longest)
+    fits &= grids.astype("float64").prod(axis=1) <= longest
     if grids.dtype.kind not in "iu" or not fits.all():
         expected = f"grids, integers whose products are from 1 to {longest} patches"
         raise unfit(expected, grid=grids[np.argmin(fits)].tolist())
@@ -176,6 +180,8 @@ def check_batch(model: Any, batch: object) -> None:
     if on_tensorflow and labels is not None and hasattr(model, "check_labels"):
         # Elsewhere `checking_labels` has those of every batch.
         model.check_labels(labels)
+    if isinstance(inputs, dict) and "grids" in inputs and budget(model.backbone.config):
+        _check_patches(model, inputs)
     token_ids = inputs.get("token_ids") if isinstance(inputs, dict) else None
     vocabulary_size = getattr(model.backbone, "vocabulary_size", None)
     if vocabulary_size is not None:

@@ -19,6 +19,7 @@ from keras_moe.models.conversion._spec import (
     ConversionSpec,
     Library,
     agree,
+    check_patch_size,
     numbered,
     required,
 )
@@ -71,6 +72,7 @@ def siglino_spec(
     for part in (config, config.get("moe") or {}):
         if (activation := part.get("activation", "silu")) != "silu":
             raise unfit("activation='silu'", activation=activation)
+    check_patch_size(overrides, size)
     # As published, of between 64 patches and the budget.
     images: dict[str, Any] = {"interpolation": "bicubic"}
     if (most := overrides.get("max_patches")) is not None:

@@ -180,6 +180,12 @@ def layer_scale_argument(
     return {"layer_scale_initial_value": float(value or _LAYER_SCALE)}
 
 
+def check_patch_size(overrides: dict, size: int) -> None:
+    """Raises ValueError for another size of patches, which a matrix cannot have."""
+    if (other := overrides.get("patch_size", size)) != size:
+        raise unfit(f"patch_size={size}, that of the weights", patch_size=other)
+
+
 def patch_arguments(kernel_shape: tuple) -> dict:
     """Returns patch size and hidden dim of a kernel (height, width, channels, D)."""
     height, width, _, dim = kernel_shape

@@ -25,6 +25,7 @@ from keras_moe.models.conversion._spec import (
     TRANSFORMERS,
     ConversionSpec,
     agree,
+    check_patch_size,
     ignored,
     image_tower_arguments,
     interpolation,
@@ -269,6 +270,7 @@ def _image_spec(file, config, overrides):
         if images is not None:
             raise unfit("mean and std of 0.5 for patches", **images._asdict())
         rules["patch_embedding/kernel"] = Matrix(kernel, inputs=3)
+        check_patch_size(overrides, arguments["patch_size"])
         most = preprocessor.get("max_num_patches", vision.get("num_patches", 256))
         arguments.update(max_patches=most, position_interpolation="antialiased")
         image_arguments, notes = interpolation(preprocessor.get("resample", 2))
@@ -463,6 +465,10 @@ def _exported_image(tower, is_clip):
     wanted = {"image_pooling": "class_token" if is_clip else "map"}
     if is_clip and tower.pooling is None:
         wanted = {}
+    most = tower.config["max_patches"]
+    if most is not None and not is_clip:
+        # Its positions are resized in the model.
+        wanted |= {"max_patches": most, "position_interpolation": "antialiased"}
     tower.check(
         kind,
         position_embedding="learned",
@@ -473,6 +479,8 @@ def _exported_image(tower, is_clip):
         layer_scale_initial_value=None,
         **wanted,
     )
+    if most is not None and not tower.images.is_default:
+        raise unfit(f"mean and std of 0.5 for {kind}", **tower.images._asdict())
     config = {
         "model_type": "clip_vision_model" if is_clip else "siglip_vision_model",
         **_image_config(tower, kind),

@@ -220,6 +220,7 @@ class ImagePreprocessor:
         changes: dict[str, Any] = {}
         if image_shape is not None:
             least = None if max_patches is None else self.min_patches
+            least = least and min(least, max_patches)
             changes.update(max_patches=max_patches, min_patches=least)
             changes["patch_size"] = None if max_patches is None else patch_size
             if max_patches is not None:
@@ -284,7 +285,8 @@ def _array(image):
     if hasattr(image, "graph"):
         raise ValueError(
             "Expected arrays; received a symbolic tensor. Inside tf.data use "
-            "tf.numpy_function(preprocessor, [images], tf.float32)."
+            "tf.numpy_function(preprocessor, [images], tf.float32), which takes "
+            "functions that return arrays alone."
         )
     if keras.ops.is_tensor(image):
         image = keras.ops.convert_to_numpy(image)

@@ -41,6 +41,9 @@ def patch_grid(
     elif count < min_patches:
         enlarge = math.sqrt(min_patches * pixels / math.prod(size))
         grid = [math.ceil(n * enlarge / side) for n, side in zip(size, patch_size)]
+        if math.prod(grid) > max_patches:
+            # Rounding up leaves a budget that is as narrow as this.
+            return _largest_grid(size, patch_size, max_patches)
     if not 0 < math.prod(grid) <= max_patches:
         expected = f"an image whose aspect ratio fits into max_patches={max_patches}"
         raise unfit(expected, size=tuple(size))
