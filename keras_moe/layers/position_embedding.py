@@ -72,7 +72,6 @@ def resize_positions(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import resize_positions
     >>> table = np.array([[[0.0], [2.0], [4.0], [6.0]]])
     >>> resize_positions(table, (2, 2), (2, 3))[0, :, 0].tolist()
@@ -124,7 +123,6 @@ class PositionEmbedding(Layer):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import PositionEmbedding
     >>> layer = PositionEmbedding((2, 2), kind="sincos")
     >>> tuple(layer(np.zeros((1, 5, 8), "float32")).shape)
@@ -262,7 +260,6 @@ class RotaryEmbedding2D(Layer):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import RotaryEmbedding2D
     >>> x = np.ones((1, 5, 2, 4), "float32")
     >>> rotated = np.array(RotaryEmbedding2D((2, 2))(x))
@@ -405,7 +402,6 @@ class PatchPositions(Layer):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import PatchPositions
     >>> patches, grids = np.zeros((2, 3, 12)), np.array([[1, 2], [3, 1]])
     >>> np.array(PatchPositions(first=1)(patches, grids)).astype(int).tolist()
