@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from keras_moe._checks import check_integer
+from keras_moe._checks import check_integer, unfit
 from keras_moe._types import Config
 from keras_moe.evaluation._features import check_features, check_labels, to_numpy
 
@@ -75,7 +75,6 @@ def calibration(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.evaluation import calibration
     >>> probabilities = np.array([[0.8, 0.2], [0.8, 0.2], [0.4, 0.6], [0.4, 0.6]])
     >>> result = calibration(probabilities, [0, 1, 1, 1], num_bins=10)
@@ -161,10 +160,8 @@ def _scores(name: str, scores: ArrayLike) -> np.ndarray:
     if array.ndim == 2:
         return _check_probabilities(name, array).max(axis=1)
     if array.ndim != 1:
-        raise ValueError(
-            f"Expected {name}, scores (examples,) or probabilities (examples, classes);"
-            f" received: shape={array.shape}"
-        )
+        expected = f"{name}, scores (examples,) or probabilities (examples, classes)"
+        raise unfit(expected, shape=array.shape)
     return check_features(name, array[:, None])[:, 0]
 
 

@@ -53,7 +53,6 @@ class CausalMask(keras.layers.Layer):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import CausalMask
     >>> mask, positions = CausalMask()(np.array([[1, 1, 2, 0]]))
     >>> np.array(mask)[0].astype(int).tolist()
@@ -140,7 +139,6 @@ class Attention(Layer):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import Attention
     >>> layer = Attention(num_heads=2, key_dim=4, query_key_norm="layer")
     >>> tuple(layer(np.ones((1, 3, 8), "float32")).shape)
@@ -182,10 +180,8 @@ class Attention(Layer):
             "query_key_norm_bias", query_key_norm_bias
         )
         if query_key_norm_bias and query_key_norm is None:
-            raise ValueError(
-                "Expected query_key_norm_bias=False for layers without query_key_norm; "
-                "received: query_key_norm_bias=True"
-            )
+            expected = "query_key_norm_bias=False for layers without query_key_norm"
+            raise unfit(expected, "query_key_norm_bias=True")
         self.causal = check_bool("causal", causal)
         self.layer_norm_epsilon = layer_norm_epsilon
         self.dropout = check_dropout("dropout", dropout)

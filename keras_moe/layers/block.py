@@ -101,7 +101,6 @@ class Block(Layer):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import MLP, Block, Attention
     >>> block = Block(Attention(num_heads=2, key_dim=4), MLP(mlp_dim=16))
     >>> tuple(block(np.ones((1, 4, 8), "float32")).shape)
@@ -296,7 +295,6 @@ class MoEBlock(Block):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import Experts, MoE, MoEBlock, Attention
     >>> from keras_moe.routers import TokenChoiceRouter
     >>> moe = MoE(TokenChoiceRouter(num_experts=2), Experts(2, mlp_dim=16))

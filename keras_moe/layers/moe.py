@@ -70,7 +70,6 @@ class MoE(Layer):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import Experts, MoE
     >>> from keras_moe.routers import TokenChoiceRouter
     >>> moe = MoE(

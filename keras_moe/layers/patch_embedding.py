@@ -37,7 +37,6 @@ def fold_channels(kernel: np.ndarray, channels: int) -> np.ndarray:
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import fold_channels
     >>> kernel = np.array([1.0, 2.0, 3.0]).reshape(1, 1, 3, 1)
     >>> fold_channels(kernel, 1).ravel().tolist()
@@ -74,7 +73,6 @@ def resize_patch_kernel(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import resize_patch_kernel
     >>> kernel = np.array([1.0, 3.0]).reshape(1, 2, 1, 1)
     >>> resized = resize_patch_kernel(kernel, (1, 4))
@@ -123,7 +121,6 @@ class PatchEmbedding(Layer):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import PatchEmbedding
     >>> tuple(PatchEmbedding(8, patch_size=4)(np.zeros((2, 16, 8, 3))).shape)
     (2, 8, 8)
@@ -256,7 +253,6 @@ class ClassToken(Layer):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import ClassToken
     >>> tuple(ClassToken()(np.ones((2, 4, 8), "float32")).shape)
     (2, 5, 8)
@@ -294,7 +290,6 @@ class RegisterTokens(Layer):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import RegisterTokens
     >>> tuple(RegisterTokens(4)(np.ones((2, 5, 8), "float32")).shape)
     (2, 9, 8)

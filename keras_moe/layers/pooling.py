@@ -56,7 +56,6 @@ class TokenPooling(_Pooling):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import TokenPooling
     >>> tokens = np.array([[[1.0], [3.0]]], "float32")
     >>> float(TokenPooling("average")(tokens)[0, 0])
@@ -117,7 +116,6 @@ class AttentionPooling(_Pooling):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import AttentionPooling
     >>> layer = AttentionPooling(num_heads=2, mlp_dim=16)
     >>> tuple(layer(np.ones((2, 4, 8), "float32")).shape)
@@ -213,7 +211,6 @@ class MaskedPooling(_Pooling):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import MaskedPooling
     >>> tokens = np.array([[[1.0], [3.0], [100.0]]], "float32")
     >>> mask = np.array([[True, True, False]])
@@ -226,10 +223,8 @@ class MaskedPooling(_Pooling):
         if end_of_text_id is not None:
             end_of_text_id = check_integer("end_of_text_id", end_of_text_id, 0)
             if pooling != "end_of_text":
-                raise ValueError(
-                    f"Expected end_of_text_id=None for pooling={pooling!r}; received: "
-                    f"end_of_text_id={end_of_text_id}"
-                )
+                expected = f"end_of_text_id=None for pooling={pooling!r}"
+                raise unfit(expected, f"end_of_text_id={end_of_text_id}")
         # Tokens are cast in `call`; ids stay integers.
         super().__init__(autocast=False, **kwargs)
         self.supports_masking = True
@@ -261,10 +256,7 @@ class MaskedPooling(_Pooling):
         taken = mask
         if self.pooling == "end_of_text":
             if token_ids is None:
-                raise ValueError(
-                    "Expected token_ids for pooling='end_of_text'; "
-                    "received: token_ids=None"
-                )
+                raise unfit("token_ids for pooling='end_of_text'", "token_ids=None")
             check_ids("token_ids", token_ids, shape)
             taken = self._ends_of_text(ops.cast(token_ids, "int32"), mask)
         taken = ops.expand_dims(_only(taken, last=self.pooling == "last"), -1)

@@ -22,6 +22,7 @@ from keras_moe._checks import (
     check_one_of,
     check_positive,
     check_seed,
+    unfit,
 )
 from keras_moe._types import Config, DType
 from keras_moe.layers import activations
@@ -321,10 +322,8 @@ def check_initialization(value: object) -> str | Config | None:
         try:
             re.compile(pattern)
         except (re.error, TypeError) as error:
-            raise ValueError(
-                "Expected initialization to map patterns of weight paths; received: "
-                f"{pattern!r} ({error})"
-            ) from None
+            expected = "initialization to map patterns of weight paths"
+            raise unfit(expected, f"{pattern!r} ({error})") from None
     return {
         pattern: keras.initializers.serialize(
             check_initializer("initialization", initializer)
@@ -341,10 +340,8 @@ def initialization_rules(config: object) -> dict[str, Any]:
     try:
         return INITIALIZATIONS[value](config)
     except AttributeError as error:
-        raise ValueError(
-            f"Expected an initialization for {type(config).__name__}; received: "
-            f"initialization={value!r} ({error})"
-        ) from None
+        expected = f"an initialization for {type(config).__name__}"
+        raise unfit(expected, f"initialization={value!r} ({error})") from None
 
 
 def warn_of_unused(config: object, used: set[str]) -> None:

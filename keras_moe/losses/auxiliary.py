@@ -111,10 +111,7 @@ def _function(loss, *reads, **options):
 
 def _check_modality_ids(modality_ids):
     if modality_ids is None:
-        raise ValueError(
-            "Expected modality_ids for a loss of modalities; "
-            "received: modality_ids=None"
-        )
+        raise unfit("modality_ids for a loss of modalities", "modality_ids=None")
 
 
 FUNCTIONS = {
@@ -420,10 +417,8 @@ def _by_name(name, options):
         return [AuxiliaryLoss(name, **options)]
     if name != "limoe":
         names = sorted([*FUNCTIONS, "limoe"])
-        raise ValueError(
-            f"Expected names of auxiliary losses among {names}; "
-            f"received: {name!r} ({nearest(str(name), names)})"
-        )
+        expected = f"names of auxiliary losses among {names}"
+        raise unfit(expected, f"{name!r} ({nearest(str(name), names)})")
     arguments = list(inspect.signature(limoe_losses).parameters)
     check_argument_names(options, arguments, "the auxiliary loss 'limoe'")
     return limoe_losses(**options)

@@ -39,7 +39,6 @@ def importance_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import importance_loss
     >>> float(importance_loss(np.zeros((1, 4, 2), "float32"))[0])
     0.0
@@ -70,7 +69,6 @@ def load_loss(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import load_loss
     >>> logits = np.zeros((1, 4, 2), "float32")
     >>> float(load_loss(logits, logits, noise_std=0.5, num_selected_experts=1)[0])
@@ -107,7 +105,6 @@ def load_balance_loss(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import load_balance_loss
     >>> gates = np.array([[[0.75, 0.25, 0.0], [0.75, 0.0, 0.25]]], "float32")
     >>> float(load_balance_loss(gates)[0])  # 3 * 0.75
@@ -145,7 +142,6 @@ def heterogeneous_balance_loss(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import heterogeneous_balance_loss
     >>> from keras_moe.ops import ExpertTypes
     >>> gates = np.array([[[0.5, 0.5], [0.5, 0.5]]], "float32")
@@ -172,7 +168,6 @@ def router_z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import router_z_loss
     >>> round(float(router_z_loss(np.zeros((1, 3, 2), "float32"))[0]), 4)
     0.4805
@@ -192,7 +187,6 @@ def local_entropy_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import local_entropy_loss
     >>> round(float(local_entropy_loss(np.zeros((1, 3, 4), "float32"))[0]), 4)
     1.3863
@@ -217,7 +211,6 @@ def global_entropy_loss(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import global_entropy_loss
     >>> logits = np.array([[[9.0, 0.0, 0.0], [0.0, 9.0, 0.0]]], "float32")
     >>> round(float(global_entropy_loss(logits, threshold=np.log(3))[0]), 2)
@@ -262,7 +255,6 @@ def mutual_information_loss(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import mutual_information_loss
     >>> logits = 50 * np.eye(2, dtype="float32")[None]
     >>> loss = mutual_information_loss(logits, np.array([[0, 1]]), num_modalities=2)
@@ -297,7 +289,6 @@ def target_entropy_loss(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import target_entropy_loss
     >>> logits = np.array([[[20.0, 20.0, -20.0]]], "float32")
     >>> round(abs(float(target_entropy_loss(logits, num_selected_experts=2)[0])), 4)
@@ -325,7 +316,6 @@ def merged_entropy_loss(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import merged_entropy_loss
     >>> logits = np.zeros((1, 3, 4), "float32")
     >>> round(float(merged_entropy_loss(logits, num_selected_experts=2)[0]), 4)

@@ -37,7 +37,6 @@ class ExpertChoiceRouter(SparseRouter):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.routers import ExpertChoiceRouter
     >>> router = ExpertChoiceRouter(num_experts=4, capacity_factor=2.0)
     >>> plan, routing = router(np.ones((1, 6, 8), "float32"))

@@ -127,10 +127,8 @@ def router_class(router: object) -> tuple[type, dict]:
         return cls, {}
     names = list(ROUTERS)
     hint = nearest(router, names) if isinstance(router, str) else ", ".join(names)
-    raise ValueError(
-        f"Expected router to be one of {tuple(names)}, or a subclass of Router; "
-        f"received: router={router!r} ({hint})"
-    )
+    expected = f"router to be one of {tuple(names)}, or a subclass of Router"
+    raise unfit(expected, f"router={router!r} ({hint})")
 
 
 def router_name(cls: type) -> str:

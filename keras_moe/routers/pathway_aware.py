@@ -66,7 +66,6 @@ class PathwayAwareRouter(TokenChoiceRouter):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.routers import PathwayAwareRouter
     >>> router = PathwayAwareRouter(num_experts=6, zero_experts=1, copy_experts=1)
     >>> plan, routing = router(np.ones((1, 5, 8), "float32"))

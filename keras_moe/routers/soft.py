@@ -49,7 +49,6 @@ class SoftRouter(Router):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.routers import SoftRouter
     >>> router = SoftRouter(num_experts=4, num_slots=2)
     >>> plan, routing = router(np.ones((1, 6, 8), "float32"))

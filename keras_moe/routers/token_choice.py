@@ -88,7 +88,6 @@ class TokenChoiceRouter(SparseRouter):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.routers import TokenChoiceRouter
     >>> router = TokenChoiceRouter(num_experts=4, num_selected_experts=2)
     >>> plan, routing = router(np.ones((1, 6, 8), "float32"))

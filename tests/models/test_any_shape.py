@@ -121,10 +121,17 @@ def test_rotary_positions_of_a_grid_in_half_precision(kind):
     of_grid = layers.RotaryEmbedding2D((2, 128), kind, dtype="bfloat16")
     of_any = layers.RotaryEmbedding2D(None, kind, first=1, dtype="bfloat16")
     received = of_any(x, positions=np.array([[2, 128]], "int32"))
-    assert_close(keras.ops.cast(received, "float32"), keras.ops.cast(of_grid(x), "float32"), 1e-2, 1e-2)
+    assert_close(
+        keras.ops.cast(received, "float32"),
+        keras.ops.cast(of_grid(x), "float32"),
+        1e-2,
+        1e-2,
+    )
     options = {"position_embedding": f"{'rotary' if kind == 'axial' else kind}_2d"}
     model = backbone(**options, dtype="mixed_bfloat16")
-    fixed = models.ViTBackbone(**{**SIZES, **options, "image_shape": (20, 16, 3)}, dtype="mixed_bfloat16")
+    fixed = models.ViTBackbone(
+        **{**SIZES, **options, "image_shape": (20, 16, 3)}, dtype="mixed_bfloat16"
+    )
     for weight, own in zip(fixed.weights, model.weights, strict=True):
         assert weight.path == own.path
         weight.assign(own)

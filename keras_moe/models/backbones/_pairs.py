@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_moe._checks import check_concrete, check_one_of
+from keras_moe._checks import check_concrete, check_one_of, unfit
 from keras_moe._compat import ONE_AT_A_TIME
 from keras_moe._types import Tensor
 from keras_moe.layers import LogitScale
@@ -124,9 +124,7 @@ class PairBackbone(TakesPairs, ReadsTexts, MoEBackbone):
             self.check_modality("text", {k: inputs[k] for k in _TEXTS})
             numbers = {k: len(x) for k, x in inputs.items() if is_array(x) and x.ndim}
             if len(set(numbers.values())) > 1:
-                raise ValueError(
-                    f"Expected as many images as texts; received: {numbers}"
-                )
+                raise unfit("as many images as texts", numbers)
         check_inputs(self, inputs)
 
     def check_modality(self, modality: str, inputs: object) -> None:

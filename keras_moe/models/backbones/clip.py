@@ -79,10 +79,8 @@ class CLIPConfig(ModelArguments):
         check_no_ensemble(config.moe)
         count = getattr(config.moe, "modality_count", None)
         if count is not None:
-            raise ValueError(
-                f"Expected experts of one modality in the tower {name}; received: a "
-                f"moe for {count} modalities"
-            )
+            expected = f"experts of one modality in the tower {name}"
+            raise unfit(expected, f"a moe for {count} modalities")
         losses = getattr(config.moe, "auxiliary_losses", None)
         if losses not in (None, "auto"):
             check_modalities(losses, 1)
@@ -156,7 +154,6 @@ class CLIPBackbone(PairBackbone):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.models import CLIPBackbone
     >>> sizes = {"hidden_dim": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 16}
     >>> backbone = CLIPBackbone(

@@ -119,9 +119,7 @@ def check_causal(moe):
             f"where tokens are generated one at a time; received: {received}"
         )
     if moe.modality_count is not None:
-        raise ValueError(
-            f"Expected a router without modalities for texts; received: {received}"
-        )
+        raise unfit("a router without modalities for texts", received)
 
 
 @register_backbone
@@ -160,7 +158,6 @@ class DecoderBackbone(ReadsTexts, MoEBackbone):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.models import DecoderBackbone
     >>> backbone = DecoderBackbone(
     ...     vocabulary_size=20, max_length=6, hidden_dim=8, num_layers=2, num_heads=2,

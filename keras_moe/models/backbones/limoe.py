@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe._checks import check_integer
+from keras_moe._checks import check_integer, unfit
 from keras_moe._types import DType
 from keras_moe.layers import LogitScale, MaskedPooling, MoEConfig, TowerSpec
 from keras_moe.losses import check_modalities
@@ -61,10 +61,8 @@ class LIMoEConfig(TransformerConfig, TokenIdsConfig, ImageConfig):
         )
         count = getattr(self.moe, "modality_count", None)
         if count not in (None, len(MODALITIES)):
-            raise ValueError(
-                f"Expected a moe for {len(MODALITIES)} modalities, images and texts; "
-                f"received: one for {count}"
-            )
+            expected = f"a moe for {len(MODALITIES)} modalities, images and texts"
+            raise unfit(expected, f"one for {count}")
         if isinstance(self.moe, MoEConfig) and self.moe.auxiliary_losses != "auto":
             check_modalities(self.moe.auxiliary_losses, len(MODALITIES))
 
@@ -107,7 +105,6 @@ class LIMoEBackbone(PairBackbone):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.models import LIMoEBackbone
     >>> backbone = LIMoEBackbone(
     ...     image_shape=(8, 8, 3), patch_size=4, vocabulary_size=20, max_length=6,
@@ -139,10 +136,8 @@ class LIMoEBackbone(PairBackbone):
         blocks = spec.blocks(lambda index: config.attention(spec, index))
         for block in blocks:
             if isinstance(getattr(block.feed_forward, "router", None), SoftRouter):
-                raise ValueError(
-                    "Expected another router, since soft routing mixes images with "
-                    f"texts; received: router={block.feed_forward.router.summary!r}"
-                )
+                expected = "another router, since soft routing mixes images with texts"
+                raise unfit(expected, router=block.feed_forward.router.summary)
         # Each modality is embedded separately, before this tower.
         return Tower((), blocks, final_norm_layer(config, dtype))
 

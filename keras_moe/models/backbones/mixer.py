@@ -79,7 +79,6 @@ class MixerBackbone(ImageBackbone):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.models import MixerBackbone
     >>> backbone = MixerBackbone(
     ...     image_shape=(8, 8, 3), patch_size=4, hidden_dim=8, num_layers=2,

@@ -98,7 +98,6 @@ class TextBackbone(ReadsTexts, MoEBackbone):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.models import TextBackbone
     >>> backbone = TextBackbone(
     ...     vocabulary_size=20, max_length=6, hidden_dim=8, num_layers=2, num_heads=2,

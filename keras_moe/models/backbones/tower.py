@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_moe._checks import check_one_of
+from keras_moe._checks import check_one_of, unfit
 from keras_moe._types import DType, Tensor
 from keras_moe.layers import (
     ClassToken,
@@ -235,10 +235,8 @@ def image_tower(
     if not isinstance(config, ImageConfig):
         names = (field.name for field in dataclasses.fields(ImageConfig))
         missing = [name for name in names if not hasattr(config, name)]
-        raise ValueError(
-            "Expected a config_class that extends keras_moe.models.ImageConfig; "
-            f"received: {type(config).__name__}, which lacks {missing}"
-        )
+        expected = "a config_class that extends keras_moe.models.ImageConfig"
+        raise unfit(expected, f"{type(config).__name__}, which lacks {missing}")
     layers, num_tokens = image_embedding(config, dtype, **embedding)
     spec = TowerSpec.of(config, num_tokens, dtype)
     return Tower(

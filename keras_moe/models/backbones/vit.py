@@ -130,7 +130,6 @@ class ViTBackbone(ImageBackbone):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.models import ViTBackbone
     >>> backbone = ViTBackbone(
     ...     image_shape=(8, 8, 3), patch_size=4, hidden_dim=8, num_layers=2,

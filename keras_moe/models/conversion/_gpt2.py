@@ -8,6 +8,7 @@ from typing import Any
 import keras_hub
 import numpy as np
 
+from keras_moe._checks import unfit
 from keras_moe.models.conversion._rules import (
     Direct,
     Matrix,
@@ -57,10 +58,8 @@ def gpt2_spec(
         ("add_cross_attention", False),
     ):
         if config.get(name, value) != value:
-            raise ValueError(
-                f"Expected a GPT-2 with {name}={value} in {file.path}; received: "
-                f"{name}={config[name]}"
-            )
+            expected = f"a GPT-2 with {name}={value} in {file.path}"
+            raise unfit(expected, f"{name}={config[name]}")
     is_tied = config.get("tie_word_embeddings", True) or _HEAD not in file
     arguments = {
         **GPT2,

@@ -107,10 +107,8 @@ def keras_hub_spec(
     texts = (*_TEXTS, *_LANGUAGE, *LANGUAGE_TASKS)
     own = "text" if isinstance(model, texts) else "image"
     if tower not in (None, own):
-        raise ValueError(
-            f"Expected a model of KerasHub with a {tower} tower; received: "
-            f"{type(model).__name__} {model.name!r}"
-        )
+        expected = f"a model of KerasHub with a {tower} tower"
+        raise unfit(expected, f"{type(model).__name__} {model.name!r}")
     is_task = isinstance(model, (_hub.ViTImageClassifier, *LANGUAGE_TASKS))
     file = KerasHubModel(model)
     return file, _spec(model, model.backbone if is_task else model, file)

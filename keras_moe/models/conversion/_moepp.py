@@ -230,9 +230,8 @@ def moepp_files(model: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     received["activation"] = received.get("expert_activation") or config["activation"]
     for name, value in {**wanted, "activation": "silu"}.items():
         if received.get(name) != value:
-            raise ValueError(
-                f"Expected {name}={value!r} for {kind}; received: "
-                f"{name}={received.get(name)!r}"
+            raise unfit(
+                f"{name}={value!r} for {kind}", f"{name}={received.get(name)!r}"
             )
     if received["input_scale"] not in (1.0, _SELECTED):
         expected = f"input_scale=1.0 or {_SELECTED} for {kind}"

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from keras_moe._checks import unfit
 from keras_moe.models.conversion._readers import PublishedTensors
 from keras_moe.models.conversion._rules import (
     BlockNames,
@@ -105,10 +106,8 @@ def openclip_spec(
 def _check_config(name, config, unsupported, file):
     for argument in unsupported:
         if config.get(argument) not in _UNSET:
-            raise ValueError(
-                f"Expected one of OpenCLIP's own towers in the config of {file.path}; "
-                f"received: {name}.{argument}={config[argument]!r}"
-            )
+            expected = f"one of OpenCLIP's own towers in the config of {file.path}"
+            raise unfit(expected, f"{name}.{argument}={config[argument]!r}")
 
 
 def _preprocessing(cfg):
@@ -296,10 +295,8 @@ def _text_spec(file, config, overrides):
 def _epsilon(text, file):
     norm_kwargs = text.get("norm_kwargs") or {"eps": _EPSILON}
     if norm_kwargs.keys() != {"eps"}:
-        raise ValueError(
-            f"Expected no arguments of norms but eps in the config of {file.path}; "
-            f"received: text_cfg.norm_kwargs={norm_kwargs!r}"
-        )
+        expected = f"no arguments of norms but eps in the config of {file.path}"
+        raise unfit(expected, f"text_cfg.norm_kwargs={norm_kwargs!r}")
     return norm_kwargs["eps"]
 
 
@@ -339,10 +336,8 @@ def openclip_files(model: Any) -> tuple[dict, dict[str, Any]]:
     activations = image.config["activation"], text.config["activation"]
     if "quick_gelu" in activations:
         if len(set(activations)) > 1:
-            raise ValueError(
-                "Expected activation='quick_gelu' of both towers or of none for "
-                f"OpenCLIP; received: {activations[0]!r} and {activations[1]!r}"
-            )
+            expected = "activation='quick_gelu' of both towers or of none for OpenCLIP"
+            raise unfit(expected, f"{activations[0]!r} and {activations[1]!r}")
         config["quick_gelu"] = True
     elif activations[1] == "gelu_tanh":
         text_cfg["act_kwargs"] = {"approximate": "tanh"}

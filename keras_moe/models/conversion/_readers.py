@@ -14,6 +14,7 @@ import numpy as np
 from numpy.lib import format as npy
 from safetensors import SafetensorError, safe_open
 
+from keras_moe._checks import unfit
 from keras_moe._files import open_regular, read_text, regular_file
 
 # Dtypes of weights, by their names in `.safetensors`.
@@ -116,10 +117,7 @@ def read_index(path: str | os.PathLike) -> list[str]:
     """Returns the file names in a `.safetensors.index.json`."""
     files = sorted(set(read_object(path).get("weight_map", {}).values()))
     if not files or any(Path(file).name != file for file in files):
-        raise ValueError(
-            f"Expected a weight_map to files of the same folder in {path}; received: "
-            f"{files}"
-        )
+        raise unfit(f"a weight_map to files of the same folder in {path}", files)
     return files
 
 
@@ -158,9 +156,7 @@ class NpzCheckpoint(PublishedTensors):
             with self._zip.open(f"{name}.npy") as stream:
                 yield stream
         except Exception as error:  # Each compression raises its own errors.
-            raise ValueError(
-                f"Expected a whole array as {name!r} in {self.path}; received: {error}"
-            ) from error
+            raise unfit(f"a whole array as {name!r} in {self.path}", error) from error
 
     def close(self) -> None:
         self._zip.close()

@@ -129,10 +129,8 @@ _LAYER_SCALE = 1e-5
 
 def usual_heads(hidden_dim: int, where: str) -> int:
     if hidden_dim not in _HEADS:
-        raise ValueError(
-            f"Expected num_heads=..., which the weights in {where} do not tell; "
-            f"received: an encoder of hidden_dim={hidden_dim} without it"
-        )
+        expected = f"num_heads=..., which the weights in {where} do not tell"
+        raise unfit(expected, f"an encoder of hidden_dim={hidden_dim} without it")
     return _HEADS[hidden_dim]
 
 
@@ -165,10 +163,8 @@ def square_grid(num_positions: int, class_token: bool, where: str) -> int:
     num_patches = num_positions - class_token
     grid = round(num_patches**0.5)
     if grid * grid != num_patches:
-        raise ValueError(
-            f"Expected position embeddings of a square of patches in {where}; "
-            f"received: {num_patches} patches"
-        )
+        expected = f"position embeddings of a square of patches in {where}"
+        raise unfit(expected, f"{num_patches} patches")
     return grid
 
 
@@ -350,10 +346,8 @@ def towers_spec(
     if not makers:
         return None
     if tower is not None and tower not in makers:
-        raise ValueError(
-            f"Expected weights with the {tower} tower of a CLIP or SigLIP; received: "
-            f"only the {' and '.join(makers)} tower in {file.path}"
-        )
+        expected = f"weights with the {tower} tower of a CLIP or SigLIP"
+        raise unfit(expected, f"only the {' and '.join(makers)} tower in {file.path}")
     if tower is not None and len(makers) > 1:
         return makers[tower](file, config, overrides)
     if len(makers) == 1:

@@ -115,10 +115,8 @@ def timm_spec(
     _check_architecture(file, config, is_dinov3)
     unknown = sorted(set(config.get("model_args", {})) - set(_ARGUMENTS))
     if unknown:
-        raise ValueError(
-            f"Expected model_args of {_ARGUMENTS}; received: {unknown} in the config "
-            f"of {file.path}"
-        )
+        expected = f"model_args of {_ARGUMENTS}"
+        raise unfit(expected, f"{unknown} in the config of {file.path}")
     if is_mixer:
         spec = _mixer_spec(file, config)
     else:
@@ -169,10 +167,8 @@ def _check_architecture(file, config, is_dinov3):
     if is_dinov3:
         is_other = "architecture" in config and not _DINOV3_NAMES.search(architecture)
     if not architecture.startswith(_FAMILIES) or is_other:
-        raise ValueError(
-            "Expected timm's name of a plain ViT, a DINOv3 or an MLP-Mixer; "
-            f"received: architecture={architecture!r} in {file.path}"
-        )
+        expected = "timm's name of a plain ViT, a DINOv3 or an MLP-Mixer"
+        raise unfit(expected, f"architecture={architecture!r} in {file.path}")
 
 
 def _check_sizes(file, config, hidden_dim, num_layers, depth):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keras_moe._checks import import_extra
+from keras_moe._checks import import_extra, unfit
 from keras_moe._files import open_regular, read_bytes
 from keras_moe.models.conversion._readers import PublishedTensors, TensorInfo
 
@@ -48,10 +48,8 @@ class VMoECheckpoint(PublishedTensors):
         for name, info in tensors.items():
             stored = sum(size for x in self._chunks[name] for _, size in x.pieces)
             if stored != info.nbytes:
-                raise ValueError(
-                    f"Expected {info.nbytes} bytes of {name!r} in {prefix}'s own "
-                    f"shards; received: {stored}"
-                )
+                expected = f"{info.nbytes} bytes of {name!r} in {prefix}'s own shards"
+                raise unfit(expected, stored)
 
     def _scan(self, path):
         """Finds each chunk's bytes without loading it, which msgpack's reader would."""

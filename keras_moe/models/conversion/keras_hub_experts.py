@@ -13,6 +13,7 @@ import keras_hub
 from keras import ops
 
 from keras_moe import _compat
+from keras_moe._checks import unfit
 from keras_moe.layers import Experts, MoE
 from keras_moe.layers._layer import build_once, inner_call
 from keras_moe.losses import AuxiliaryLoss
@@ -110,7 +111,6 @@ def replace_moe(model: Any) -> Any:
     Example:
 
     >>> import keras_hub
-    >>> import numpy as np
     >>> from keras_moe import models
     >>> mixtral = keras_hub.models.MixtralBackbone(
     ...     vocabulary_size=20, num_layers=1, hidden_dim=8, intermediate_dim=16,
@@ -138,10 +138,8 @@ def replace_moe(model: Any) -> Any:
             f"{sorted({type(decoder).__name__ for decoder in decoders})}"
         )
     if getattr(getattr(model, "optimizer", None), "built", False):
-        raise ValueError(
-            "Expected a model that was not trained since it was compiled; received: "
-            f"{type(model).__name__} with a built optimizer"
-        )
+        expected = "a model that was not trained since it was compiled"
+        raise unfit(expected, f"{type(model).__name__} with a built optimizer")
     # The padding mask, which only decoder layers are given.
     between = types.SimpleNamespace(mask=None)
     for decoder, (name, block) in zip(decoders, blocks):

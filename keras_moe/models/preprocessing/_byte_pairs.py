@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from keras_moe._checks import check_integer
+from keras_moe._checks import check_integer, unfit
 from keras_moe._files import read_bytes, read_text
 
 # What a CLIP's folder has, as transformers writes it: one group or both.
@@ -52,10 +52,8 @@ def clip_byte_pairs(path: str | os.PathLike | None = None) -> BytePairs:
     # The first line is the version.
     merges = [line.strip() for line in lines[1 : 1 + _CLIP_MERGES]]
     if len(merges) < _CLIP_MERGES:
-        raise ValueError(
-            f"Expected a version and {_CLIP_MERGES} merges in {path}; received: "
-            f"{len(lines)} lines"
-        )
+        expected = f"a version and {_CLIP_MERGES} merges in {path}"
+        raise unfit(expected, f"{len(lines)} lines")
     return _byte_pairs(merges, path)
 
 
@@ -88,9 +86,7 @@ def trained_byte_pairs(captions: Iterable[str], vocabulary_size: int) -> BytePai
     tokenizer.train_from_iterator(captions, trainer)
     merges = _joined(json.loads(tokenizer.to_str())["model"]["merges"])
     if not merges:
-        raise ValueError(
-            "Expected captions with words of several letters; received: none"
-        )
+        raise unfit("captions with words of several letters", "none")
     # The trainer's vocabulary lacks start and end of text.
     return _byte_pairs(merges[: size - _BASE], "captions")
 
@@ -101,10 +97,8 @@ def _shipped():
     for folder in (spec and spec.submodule_search_locations) or ():
         if (Path(folder) / _FILE).is_file():
             return Path(folder) / _FILE
-    raise ValueError(
-        f"Expected the path of {_FILE}, or the package open_clip_torch, which ships "
-        "it; received: path=None, and no such package"
-    )
+    expected = f"the path of {_FILE}, or the package open_clip_torch, which ships it"
+    raise unfit(expected, "path=None, and no such package")
 
 
 def read_byte_pairs(
@@ -146,10 +140,8 @@ def _checked(vocabulary, merges, source):
     for merge in merges:
         pair = merge.split(" ")
         if len(pair) != 2 or not vocabulary.keys() >= {*pair, "".join(pair)}:
-            raise ValueError(
-                f"Expected two tokens in each merge of {source}, which make a third "
-                f"one; received: {merge!r}"
-            )
+            expected = f"two tokens in each merge of {source}, which make a third one"
+            raise unfit(expected, repr(merge))
         merged.add("".join(pair))
     others = {*_bytes(), *(byte + END_OF_WORD for byte in _bytes()), START, END}
     missing = sorted(vocabulary.keys() - merged - others)

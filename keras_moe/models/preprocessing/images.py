@@ -66,7 +66,6 @@ class ImagePreprocessor:
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.models import ImagePreprocessor
     >>> preprocessor = ImagePreprocessor((32, 32, 3))
     >>> photo = np.full((48, 64, 3), 255, "uint8")
@@ -245,9 +244,7 @@ class ImagePreprocessor:
             raise unfit(f"a preprocessor of {own or 'whole images'}", **budget(self))
         names = self.class_names
         if names is not None and num_classes not in (None, len(names)):
-            raise ValueError(
-                f"Expected class_names of {num_classes} classes; received: {len(names)}"
-            )
+            raise unfit(f"class_names of {num_classes} classes", len(names))
 
     def get_config(self) -> dict:
         config = asdict(self)
@@ -264,10 +261,8 @@ class ImagePreprocessor:
 def _per_channel(name, value, channels):
     values = tuple(np.ravel(value).tolist())
     if len(values) not in (1, channels):
-        raise ValueError(
-            f"Expected {name} to be a number or one per channel, {channels} in all; "
-            f"received: {name}={value!r}"
-        )
+        expected = f"{name} to be a number or one per channel, {channels} in all"
+        raise unfit(expected, f"{name}={value!r}")
     return tuple(check_number(name, x) for x in values)
 
 
@@ -293,10 +288,8 @@ def _array(image):
     array = np.asarray(image)
     # NumPy's kind for bfloat16 is "V", as for structured arrays.
     if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
-        raise ValueError(
-            f"Expected images as numbers; received: {type(image).__name__} of "
-            f"dtype={array.dtype}"
-        )
+        expected = "images as numbers"
+        raise unfit(expected, f"{type(image).__name__} of dtype={array.dtype}")
     return array
 
 
@@ -308,10 +301,8 @@ def _white(image, max_value):
     low, high = (float(x) for x in (image.min(), image.max()))
     # NaN is not in any range.
     if not (low >= -1e-6 * white and high <= (1 + 1e-6) * white):
-        raise ValueError(
-            f"Expected pixels in [0, {white:g}], or max_value=...; received: "
-            f"minimum={low:g}, maximum={high:g}"
-        )
+        expected = f"pixels in [0, {white:g}], or max_value=..."
+        raise unfit(expected, f"minimum={low:g}, maximum={high:g}")
     return white
 
 

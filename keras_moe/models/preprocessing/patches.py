@@ -92,7 +92,6 @@ def pad_patches(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.models import pad_patches
     >>> inputs = pad_patches([np.ones((8, 4, 3)), np.ones((4, 4, 3))], patch_size=4)
     >>> inputs["patches"].shape, inputs["grids"].tolist()

@@ -110,10 +110,8 @@ class TextTokenizer:
             size = max(ids.values()) + 1
         for name in ("start_id", "end_id", "padding_id"):
             if (getattr(self, name) or 0) >= size:
-                raise ValueError(
-                    f"Expected {name} < {size}, the size of the vocabulary; received: "
-                    f"{name}={getattr(self, name)}"
-                )
+                expected = f"{name} < {size}, the size of the vocabulary"
+                raise unfit(expected, f"{name}={getattr(self, name)}")
 
     @classmethod
     def clip(
@@ -240,10 +238,8 @@ class TextTokenizer:
         for row, ids in enumerate(self._tokenized(captions)):
             ids, is_truncated = self._framed(ids)
             if not ids:
-                raise ValueError(
-                    "Expected captions of at least one token; received: "
-                    f"captions[{row}]={captions[row]!r}"
-                )
+                expected = "captions of at least one token"
+                raise unfit(expected, f"captions[{row}]={captions[row]!r}")
             num_truncated += is_truncated
             token_ids[row, : len(ids)] = ids
             mask[row, : len(ids)] = True
@@ -303,10 +299,8 @@ class TextTokenizer:
         ids = np.asarray(token_ids)
         size = self.vocabulary_size
         if ids.size and not 0 <= ids.min() <= ids.max() < size:
-            raise ValueError(
-                f"Expected token ids of the {size} of the vocabulary; received: "
-                f"{ids.min()} to {ids.max()}"
-            )
+            expected = f"token ids of the {size} of the vocabulary"
+            raise unfit(expected, f"{ids.min()} to {ids.max()}")
         texts = {int(id): self._text_of(int(id)) for id in np.unique(ids)}
         return [[texts[id] for id in row] for row in ids.tolist()]
 
@@ -410,10 +404,8 @@ def _strings(captions):
     captions = list(captions)
     for index, caption in enumerate(captions):
         if not isinstance(caption, str) or _SURROGATE.search(caption):
-            raise ValueError(
-                "Expected captions that are strings without lone surrogates; received: "
-                f"captions[{index}]={caption!r}"
-            )
+            expected = "captions that are strings without lone surrogates"
+            raise unfit(expected, f"captions[{index}]={caption!r}")
     return captions
 
 
@@ -459,14 +451,9 @@ def _ids(document):
     """A document's ids as int32, which would wrap larger numbers and cut fractions."""
     ids = np.asarray(document)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise ValueError(
-            f"Expected a list of integers for each document; received: {document!r:.80}"
-        )
+        raise unfit("a list of integers for each document", f"{document!r:.80}")
     if ids.size and not 0 <= ids.min() <= ids.max() <= _LARGEST:
-        raise ValueError(
-            f"Expected token ids from 0 to {_LARGEST}; received: {ids.min()} to "
-            f"{ids.max()}"
-        )
+        raise unfit(f"token ids from 0 to {_LARGEST}", f"{ids.min()} to {ids.max()}")
     return ids.astype("int32")
 
 
