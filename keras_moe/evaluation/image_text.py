@@ -83,8 +83,9 @@ def encode_pairs(model: Any, pairs: Any, batch_size: int = 64) -> PairEmbeddings
         pairs: iterable of batches `(inputs, ids)`, such as
             `keras_moe.data.load_pairs(..., captions="all", shuffle=False)`, or one
             tuple of arrays. `inputs` has `"images"` (or `"patches"` and `"grids"`),
-            and either `"token_ids"` and `"padding_mask"` or `"captions"`; `ids` has integers `"image_ids"` and
-            `"text_ids"`, equal for equal images and texts, or is None.
+            and either `"token_ids"` and `"padding_mask"` or `"captions"`; `ids` has
+            integers `"image_ids"` and `"text_ids"`, equal for equal images and texts,
+            or is None.
         batch_size: number of images and texts embedded at a time.
 
     Example:

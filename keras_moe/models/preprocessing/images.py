@@ -218,8 +218,9 @@ class ImagePreprocessor:
         """
         changes: dict[str, Any] = {}
         if image_shape is not None:
-            least = None if max_patches is None else self.min_patches
-            least = least and min(least, max_patches)
+            least = None
+            if max_patches is not None and self.min_patches is not None:
+                least = min(self.min_patches, max_patches)
             changes.update(max_patches=max_patches, min_patches=least)
             changes["patch_size"] = None if max_patches is None else patch_size
             if max_patches is not None:
