@@ -29,8 +29,8 @@ from keras_moe.ops.token_choice import (
     NORMALIZATIONS,
     PRIORITIES,
     dropless_token_choice,
-    selected_experts,
     token_choice,
+    top_experts,
 )
 from keras_moe.routers.affinities import SoftmaxAffinity
 from keras_moe.routers.sparse_router import SparseRouter, is_sequence
@@ -226,26 +226,31 @@ class TokenChoiceRouter(SparseRouter):
         if self.selection_bias_rate is not None:
             # Tokens choose the K largest of g_i + b_i; g_i weighs the outputs.
             affinity = affinity + ops.convert_to_tensor(self.selection_bias)
-            if training:
-                self._balance(affinity, mask)
+        experts = None
+        if training and self._is_balanced:
+            experts, _ = top_experts(affinity, gates, self.num_selected_experts)
+            self._balance(experts, mask)
         capacity = self.group_capacity(ops.shape(affinity)[1], training)
         priority = self.served_by(affinity, modality_ids, training)
-        return self.choose(affinity, gates, mask, capacity, priority)
+        return self.choose(affinity, gates, mask, capacity, priority, experts=experts)
 
-    def _balance(self, affinity, mask):
-        """Moves the selection bias against the load, once for each step."""
+    @property
+    def _is_balanced(self):
+        """Whether training moves the selection bias."""
         is_trained = self.trainable and self.kernel.trainable
-        if not (self.selection_bias_rate and is_trained) or is_transformed():
-            return
-        chosen = selected_experts(affinity, self.num_selected_experts)
+        return self.selection_bias_rate and is_trained and not is_transformed()
+
+    def _balance(self, experts, mask):
+        """Moves the selection bias against the load, once for each step."""
+        chosen = ops.one_hot(experts, self.num_experts, dtype="float32")
         if mask is not None:
-            chosen = ops.where(ops.expand_dims(mask, -1), chosen, 0.0)
+            chosen = ops.where(mask[..., None, None], chosen, 0.0)
         bias, load, passes = map(
             ops.convert_to_tensor,
             (self.selection_bias, self.expert_load, self.num_passes),
         )
         load = ops.where(passes > 0, load, 0.0)
-        load = load + replica_sum(ops.sum(chosen, axis=(0, 1)))
+        load = load + replica_sum(ops.sum(chosen, axis=(0, 1, 2)))
         # b_i <- b_i + u sign(mean load - load of i), by the load of all passes of a
         # step whose gradients are accumulated.
         available = ops.convert_to_tensor(self.available_experts, "float32")
@@ -279,6 +284,7 @@ class TokenChoiceRouter(SparseRouter):
         mask: Tensor | None,
         capacity: int | Tensor | None,
         priority: str | Tensor,
+        experts: Tensor | None = None,
         **arguments: Any,
     ) -> Any:
         """The token choice plan; dropless if `capacity` is None."""
@@ -289,13 +295,14 @@ class TokenChoiceRouter(SparseRouter):
                 self.num_selected_experts,
                 mask,
                 self.normalize_gates,
+                experts=experts,
                 **arguments,
             )
             return self._scaled(plan)
 
         numbers = None if isinstance(priority, str) else priority
 
-        def allocate(affinity, gates, mask, numbers):
+        def allocate(affinity, gates, mask, numbers, experts):
             return token_choice(
                 affinity,
                 gates,
@@ -304,10 +311,13 @@ class TokenChoiceRouter(SparseRouter):
                 priority=priority if numbers is None else numbers,
                 mask=mask,
                 normalize_gates=self.normalize_gates,
+                experts=experts,
                 **arguments,
             )
 
-        return self._scaled(vmap_groups(allocate, affinity, gates, mask, numbers))
+        return self._scaled(
+            vmap_groups(allocate, affinity, gates, mask, numbers, experts)
+        )
 
     def _scaled(self, plan):
         if self.route_scale == 1:

@@ -350,12 +350,12 @@ def read_arrays(path: Path) -> dict[str, np.ndarray] | None:
         return None
 
 
-def weights_as_arrays(model: keras.Model) -> dict[str, np.ndarray]:
-    """The weights of a model's backbone as the arrays of a run."""
-    weights = model.backbone.get_weights()
+def weights_as_arrays(layer: keras.layers.Layer) -> dict[str, np.ndarray]:
+    """The weights of a model, or of its backbone, as the arrays of a run."""
+    weights = layer.get_weights()
     return {f"w{index}": value for index, value in enumerate(weights)}
 
 
 def arrays_as_weights(arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """The weights of a backbone, of which `weights_as_arrays` made arrays."""
+    """The weights of a model, of which `weights_as_arrays` made arrays."""
     return [arrays[f"w{index}"] for index in range(len(arrays))]
