@@ -65,11 +65,9 @@ DENSE = {"model.moe_layers": None}
 WIDE = {**DENSE, "model.mlp_dim": 288}
 # The recipe of the preset, in as many steps without the images that are held out.
 DIGITS, DIGITS_EPOCHS, DIGITS_HELD_OUT = "vmoe_digits", 31, 256
-# The paper's, and one for short runs: a bias moves by no more than the rate a step.
-BIAS_RATES = (1e-3, 1e-2)
-# The figure of the held-out images whose least value chooses a setting: by default nll.
-CHOSEN_BY = {"bias": "largest_load"}
-FIGURES = ("accuracy", "nll", "largest_load")
+FIGURES = ("accuracy", "nll", "largest_load", "training_load")
+# Batches of training images whose load is measured.
+LOAD_BATCHES = 40
 
 Overrides = dict[str, Any]
 
@@ -188,15 +186,13 @@ def balances(selected: int) -> Rows:
     """What keeps the experts' loads equal."""
     # With K=1 a normalised gate has no gradient.
     gates = {"gates": "sigmoid", "normalize_gates": "before" if selected > 1 else None}
-    nothing = moe(selected, **gates, auxiliary_losses=None)
-    return {
-        **only({"softmax, auxiliary losses": moe(selected)}),
-        "sigmoid, selection bias": {
-            f"{rate:g}": Model(moe(selected, **gates, selection_bias_rate=rate))
-            for rate in BIAS_RATES
-        },
-        **only({"sigmoid, nothing": nothing}),
-    }
+    return only(
+        {
+            "softmax, auxiliary losses": moe(selected),
+            "sigmoid, selection bias": moe(selected, **gates, selection_bias_rate=1e-3),
+            "sigmoid, nothing": moe(selected, **gates, auxiliary_losses=None),
+        }
+    )
 
 
 def beginnings(half: Overrides) -> Rows:
@@ -268,6 +264,11 @@ class Task:
             **{"shuffle": False, **options},
         )
 
+    def load_augmented(self, seed: int, **options: Any) -> Any:
+        """Batches to train on."""
+        augment = self.recipe.data.augment
+        return self.load("train", augment=augment, shuffle=True, seed=seed, **options)
+
     def recipe_of(self, overrides: Overrides, seed: int) -> training.Recipe:
         return self.recipe.replace(**{**overrides, "seed": seed})
 
@@ -309,14 +310,7 @@ class Task:
         steps = len(self.parts["train"]) // recipe.data.batch_size
         recipe.compile(trained, steps)
         history = trained.fit(
-            self.load(
-                "train",
-                augment=recipe.data.augment,
-                shuffle=True,
-                seed=seed,
-                repeat=True,
-                one_hot=True,
-            ),
+            self.load_augmented(seed, repeat=True, one_hot=True),
             epochs=recipe.passes(steps),
             steps_per_epoch=steps,
             shuffle=False,  # The batches come shuffled.
@@ -325,7 +319,9 @@ class Task:
         ).history
         arrays = weights_as_arrays(trained)
         result = {
-            "validation": self.figures(model.overrides, arrays, "validation"),
+            "validation": self.figures(
+                model.overrides, arrays, self.load("validation")
+            ),
             "history": history,
             "loss": history["loss"][-1],
         }
@@ -355,21 +351,25 @@ class Task:
         trained = self.new_run(model, seed, label)
 
         def make(on_progress):
-            arrays = self.study.arrays(trained)
-            return self.figures(model.overrides, arrays, "test"), {}
+            own = model.overrides, self.study.arrays(trained)
+            figures = self.figures(*own, self.load("test"))
+            if "largest_load" in figures:
+                seen = self.load_augmented(seed).take(LOAD_BATCHES)
+                figures["training_load"] = self.figures(*own, seen)["largest_load"]
+            return figures, {}
 
         settings = {"trained": self.study.settings_of(trained)}
         return Run("tested", seed, settings, make, label)
 
     def figures(
-        self, overrides: Overrides, arrays: dict[str, np.ndarray], split: str
+        self, overrides: Overrides, arrays: dict[str, np.ndarray], batches: Any
     ) -> dict[str, float]:
         """Accuracy, mean log loss and, with experts, their largest load.
 
-        The load is of all tokens of these images, routed as at inference, over the mean
-        of the experts, in the block where that is most.
+        The load is of all tokens of these images, none of which is dropped, over the
+        mean of the experts, in the block where that is most.
         """
-        images, labels = zip(*self.load(split).as_numpy_iterator())
+        images, labels = zip(*batches.as_numpy_iterator())
         labels = np.concatenate(labels)
         model: Any = self.with_weights(overrides, arrays)
         if id(model) not in self.predictors:
@@ -436,8 +436,7 @@ class Comparison(Part):
             }
             for _, task, label, settings in rows
         ]
-        by = CHOSEN_BY.get(self.name, "nll")
-        chosen = [min(x, key=lambda name, x=x: x[name][by]) for x in tried]
+        chosen = [min(x, key=lambda name, x=x: x[name]["nll"]) for x in tried]
         seeds = range(self.seeds)
         runs = [
             (
@@ -459,7 +458,7 @@ class Comparison(Part):
             held_out = [result["validation"] for result in trained]
             table[label] = {
                 "chosen": name,
-                "tried": {key: figures[by] for key, figures in own.items()},
+                "tried": {key: figures["nll"] for key, figures in own.items()},
                 "accuracies": accuracies,
                 "difference": spread([x - y for x, y in zip(accuracies, control)]),
                 "held_out": spread_of(held_out, "accuracy"),
@@ -474,10 +473,11 @@ class Comparison(Part):
             table = new_table(
                 f"{self.name}: {title}",
                 *("model", "chosen", "parameters", "MFLOPs", "last loss"),
-                *("held out %", "test %", "difference", "NLL", "largest load"),
+                *("held out %", "test %", "difference", "NLL"),
+                *("load, training", "load, test"),
             )
             for label, row in rows.items():
-                load = row.get("largest_load")
+                loads = (row.get(f"{x}_load") for x in ("training", "largest"))
                 table.add_row(
                     label,
                     row["chosen"],
@@ -488,7 +488,7 @@ class Comparison(Part):
                     percent(row["accuracy"]),
                     percent(row["difference"]),
                     plus_minus(row["nll"], 3),
-                    plus_minus(load) if load else "",
+                    *(plus_minus(load) if load else "" for load in loads),
                 )
             console.print(table)
 
