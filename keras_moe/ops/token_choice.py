@@ -48,7 +48,7 @@ def token_choice(
     in_place_experts: int = 0,
     in_place_capacity: Size | None = None,
     available: Tensor | None = None,
-    experts: Tensor | None = None,
+    choices: tuple[Tensor, Tensor] | None = None,
 ) -> RoutingPlan | HeterogeneousPlan:
     """Allocates slots to each token's K experts of largest affinity.
 
@@ -72,7 +72,7 @@ def token_choice(
         in_place_experts: Z, number of last experts that act in place, without slots.
         in_place_capacity: tokens that each of these serves in a group; None for all.
         available: boolean (E,), False for experts of which choices are dropped.
-        experts: int32 (G, S, K), the choices if they are known; None finds them.
+        choices: experts, int32 (G, S, K), and their gates, if they are known.
 
     Returns: A `RoutingPlan`; with `in_place_experts` a `HeterogeneousPlan`.
 
@@ -92,7 +92,7 @@ def token_choice(
     num_experts = affinity.shape[-1]
     num_slotted = num_experts - in_place_experts
 
-    experts, weights = top_experts(affinity, gates, num_selected_experts, experts)
+    experts, weights = choices or top_experts(affinity, gates, num_selected_experts)
     routed = _routed(experts, mask, available)
     if routed is not None:
         # Others queue for an expert after the last, without slots.
@@ -224,7 +224,7 @@ def dropless_token_choice(
     normalize_gates: str | None = None,
     in_place_experts: int = 0,
     available: Tensor | None = None,
-    experts: Tensor | None = None,
+    choices: tuple[Tensor, Tensor] | None = None,
 ) -> RaggedPlan | HeterogeneousPlan:
     """Gives each token its K experts of largest affinity; no expert is ever full.
 
@@ -239,7 +239,7 @@ def dropless_token_choice(
         normalize_gates: see `token_choice`; only unavailable experts drop choices.
         in_place_experts: Z, number of last experts that act in place, without rows.
         available: boolean (E,), False for experts of which choices are dropped.
-        experts: int32 (G, S, K), the choices if they are known; None finds them.
+        choices: experts, int32 (G, S, K), and their gates, if they are known.
 
     Returns: A `RaggedPlan`; with `in_place_experts` a `HeterogeneousPlan`.
 
@@ -261,7 +261,7 @@ def dropless_token_choice(
     num_groups, num_tokens, num_experts = ops.shape(affinity)
     num_experts = num_experts - in_place_experts
 
-    experts, weights = top_experts(affinity, gates, num_selected_experts, experts)
+    experts, weights = choices or top_experts(affinity, gates, num_selected_experts)
     routed = _routed(experts, mask, available)
     weights = _weights(weights, routed, normalize_gates)
     if in_place_experts:
@@ -343,25 +343,19 @@ def _weights(gates, kept, normalize_gates):
     return ops.where(is_sum, weights / scale / rest, 0.0)
 
 
-def top_experts(affinity, gates, num_selected_experts, known=None):
-    """The K experts of largest affinity, ties to the lowest, and gates, (G, S, K).
-
-    They are the `known` ones if these were found before.
-    """
+def top_experts(affinity, gates, num_selected_experts):
+    """The K experts of largest affinity, ties to the lowest, and gates, (G, S, K)."""
     # K passes of argmax, since `top_k` orders ties differently on each backend.
     index = ops.arange(ops.shape(affinity)[-1], dtype="int32")
     # A taken expert gets -inf, and no other entry may have that.
     rest = ops.maximum(ops.stop_gradient(affinity), -3e38)
     experts, weights = [], []
     for k in range(num_selected_experts):
-        if known is None:
-            expert = ops.cast(ops.argmax(rest, axis=-1, keepdims=True), "int32")
-        else:
-            expert = known[..., k : k + 1]
+        expert = ops.cast(ops.argmax(rest, axis=-1, keepdims=True), "int32")
         taken = expert == index
         experts.append(expert)
         weights.append(ops.sum(ops.where(taken, gates, 0.0), axis=-1, keepdims=True))
-        if known is None and k + 1 < num_selected_experts:
+        if k + 1 < num_selected_experts:
             rest = ops.where(taken, -float("inf"), rest)
     return ops.concatenate(experts, axis=-1), ops.concatenate(weights, axis=-1)
 
