@@ -196,7 +196,7 @@ def balances(selected: int) -> Rows:
 
 
 def beginnings(half: Overrides) -> Rows:
-    """Dense models that go on as they are, or as experts, and whole runs."""
+    """Dense models that go on as they are or as experts, and experts from scratch."""
     dense, sparse = {**DENSE, **half}, {**moe(2, normalize_gates="after"), **half}
     return {
         name: {"": model}
@@ -205,8 +205,7 @@ def beginnings(half: Overrides) -> Rows:
             "upcycled, copies": Model(sparse, dense),
             "upcycled, copies and noise": Model(sparse, dense, noise=0.1),
             "drop-upcycled": Model(sparse, dense, reinitialize=0.5),
-            "dense, one run": Model(DENSE),
-            "V-MoE from scratch, one run": Model(moe(2)),
+            "V-MoE from scratch": Model(moe(2)),
         }.items()
     }
 
