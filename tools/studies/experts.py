@@ -117,7 +117,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         "models": lambda: {args.data: (task, sizes())},
         "bias": lambda: {
             **{f"{args.data}, K={k}": (task, balances(k)) for k in args.selected},
-            DIGITS: (digits_task(study), balances(2)),
+            DIGITS: (digits_task(study), balances(2, softmax=False)),
         },
         "upcycled": lambda: {args.data: (task, beginnings(half))},
         "muon": lambda: {
@@ -182,14 +182,16 @@ def sizes() -> Rows:
     )
 
 
-def balances(selected: int) -> Rows:
-    """What keeps the experts' loads equal."""
+def balances(selected: int, softmax: bool = True) -> Rows:
+    """What keeps the experts' loads equal, on both kinds of gates or on sigmoids."""
     # With K=1 a normalised gate has no gradient.
     gates = {"gates": "sigmoid", "normalize_gates": "before" if selected > 1 else None}
+    bias = {"selection_bias_rate": 1e-3}
     return only(
         {
             "softmax, auxiliary losses": moe(selected),
-            "sigmoid, selection bias": moe(selected, **gates, selection_bias_rate=1e-3),
+            **({"softmax, selection bias": moe(selected, **bias)} if softmax else {}),
+            "sigmoid, selection bias": moe(selected, **gates, **bias),
             "sigmoid, nothing": moe(selected, **gates, auxiliary_losses=None),
         }
     )
