@@ -242,7 +242,8 @@ class TokenChoiceRouter(SparseRouter):
 
     def _balance(self, experts, mask):
         """Moves the selection bias against the load, once for each step."""
-        chosen = ops.one_hot(experts, self.num_experts, dtype="float32")
+        index = ops.arange(self.num_experts, dtype="int32")
+        chosen = ops.cast(ops.expand_dims(experts, -1) == index, "float32")
         if mask is not None:
             chosen = ops.where(mask[..., None, None], chosen, 0.0)
         load = replica_sum(ops.sum(chosen, axis=(0, 1, 2)))
