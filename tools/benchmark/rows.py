@@ -90,7 +90,7 @@ ROWS = (
     ),
     *(
         Row(
-            name=f"step-{part}",
+            name="step-" + part.replace("_", "-"),
             work=f"A training step of vmoe_digits, batch 64, with {work}",
             source=f"step_parts:{part}",
             arguments={"preset": "vmoe_digits", "batch_size": 64},
