@@ -256,7 +256,8 @@ scratch = models.from_preset(published, load_weights=False, **arguments)
 def few_shot(classifier):
     """Accuracies of linear probes of `SHOTS` images of each number."""
     features = keras.Model(classifier.input, classifier.features)
-    return evaluation.few_shot_from_model(features, train, test, SHOTS, verbose=0)
+    sets = [evaluation.extract_features(features, x, verbose=0) for x in (train, test)]
+    return evaluation.few_shot(*sets[0], *sets[1], SHOTS)
 
 
 before = {"published weights": few_shot(tuned), "random weights": few_shot(scratch)}

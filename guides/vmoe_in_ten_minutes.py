@@ -211,7 +211,8 @@ SHOTS = (1, 5, 10)
 print(f"{'':14}" + "".join(f"{k:>4}-shot" for k in SHOTS))
 for name, candidate in candidates.items():
     features = keras.Model(candidate.input, candidate.features)
-    result = evaluation.few_shot_from_model(features, train, test, SHOTS, verbose=0)
+    sets = [evaluation.extract_features(features, x, verbose=0) for x in (train, test)]
+    result = evaluation.few_shot(*sets[0], *sets[1], SHOTS)
     print(f"{name:14}" + "".join(f"{mean:>9.1%}" for mean in result.mean))
 
 # %% [markdown]

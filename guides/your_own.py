@@ -234,7 +234,7 @@ class PoolConfig(models.ImageConfig):
     position_embedding: str | None = "learned"
 
 
-@models.register_backbone(presets={"pool_digits": PRESET})
+@models.register_backbone
 @keras.saving.register_keras_serializable("my_package")
 class PoolBackbone(models.ImageBackbone):
     """Blocks of averages over neighbours, and dense MLPs or experts."""
@@ -260,6 +260,7 @@ class PoolClassifier(models.ImageClassifier):
     backbone_cls = PoolBackbone
 
 
+models.register_presets({"pool_digits": {"backbone": PoolBackbone, **PRESET}})
 models.describe("pool_digits", num_classes=10).print(console)
 
 # %% [markdown]

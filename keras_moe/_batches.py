@@ -5,6 +5,8 @@ from typing import Any
 
 import keras
 
+from keras_moe._checks import unfit
+
 
 def is_arrays(data: Any) -> bool:
     """Returns whether data are an array or a dict, or a tuple that begins with one."""
@@ -17,9 +19,7 @@ def array_length(data: Any, name: str = "arrays") -> int:
     """Returns the number of examples of arrays, which must agree."""
     sizes = set(_lengths(data))
     if len(sizes) > 1:
-        raise ValueError(
-            f"Expected {name} of one length; received: lengths {sorted(sizes)}"
-        )
+        raise unfit(f"{name} of one length", f"lengths {sorted(sizes)}")
     return min(sizes, default=0)
 
 
@@ -62,7 +62,5 @@ def read_iterable(
     else:
         length = len(data) if hasattr(data, "__len__") else -2
     if length == -1 and not may_be_endless:
-        raise ValueError(
-            f"Expected {name} to end; received: a data set that repeats for ever"
-        )
+        raise unfit(f"{name} to end", "a data set that repeats for ever")
     return iter(data), length if length >= 0 else None

@@ -21,10 +21,10 @@ T = TypeVar("T")
 LARGEST_SEED = 2**32 - 1
 
 
-def unfit(expected: str, /, **received: object) -> ValueError:
-    """Returns the error that names what was expected and the values received."""
-    values = ", ".join(f"{name}={value!r}" for name, value in received.items())
-    return ValueError(f"Expected {expected}; received: {values}")
+def unfit(expected: str, /, *texts: object, **received: object) -> ValueError:
+    """Returns the error that names what was expected and what was received."""
+    values = [*map(str, texts), *(f"{name}={x!r}" for name, x in received.items())]
+    return ValueError(f"Expected {expected}; received: {', '.join(values)}")
 
 
 def _expect(fits: object, what: str, name: str, value: object) -> None:

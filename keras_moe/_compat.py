@@ -55,6 +55,7 @@ from keras.src.saving.saving_lib import H5IOStore, safe_get_h5_dataset
 # `keras.saving.save_weights` asks like this before it replaces a file.
 from keras.src.utils.io_utils import ask_to_proceed_with_overwrite
 
+from keras_moe._checks import unfit
 from keras_moe._types import Activation, Config, DType
 
 # Layers.
@@ -79,11 +80,6 @@ def order_layers(model: Any) -> None:
     places = {id(layer): place for place, layer in enumerate(model.layers)}
     # Layers outside of the graph are last.
     model._layers.sort(key=lambda layer: places.get(id(layer), len(places)))
-
-
-def is_clone(arguments: Config) -> bool:
-    """Whether `_run_through_graph` is called by `keras.models.clone_model`."""
-    return {"operation_fn", "call_fn"} <= set(arguments)
 
 
 def clear_losses(layer: keras.layers.Layer) -> None:
@@ -121,11 +117,6 @@ def has_hooks(layer: keras.layers.Layer) -> bool:
         getattr(layer, f"_{name}_hooks") or getattr(modules, f"_global_{name}_hooks")
         for name in names
     )
-
-
-def is_jax_train_state(name: str) -> bool:
-    """Whether an attribute of a model is JAX's state, which has no layers to track."""
-    return name == "_jax_state"
 
 
 def mark_loss_as_built(model: Any) -> None:
@@ -363,10 +354,8 @@ def variables_without_values() -> Iterator[None]:
 def _placeholder(path, shape, dtype=None):
     """What reading a variable without a value gives, where only shapes matter."""
     if not in_symbolic_scope():
-        raise ValueError(
-            "Expected a model with weights; received: one of `models.abstract`, whose "
-            f"{path} has no value"
-        )
+        expected = "a model with weights"
+        raise unfit(expected, f"one of `models.abstract`, whose {path} has no value")
     return keras.ops.zeros(shape, dtype)
 
 

@@ -26,7 +26,7 @@ from typing import BinaryIO, cast
 
 import filelock
 
-from keras_moe._checks import check_path
+from keras_moe._checks import check_path, unfit
 
 _PARTIAL = ".partial"
 # Seconds to wait for another process that writes the same folder.
@@ -47,9 +47,7 @@ def path_within(path: str | os.PathLike, folder: str | os.PathLike) -> str:
     for place in places:
         if real == place or real.startswith(os.path.join(place, "")):
             return real
-    raise ValueError(
-        f"Expected links to stay within {root}; received: {path}, which leads to {real}"
-    )
+    raise unfit(f"links to stay within {root}", f"{path}, which leads to {real}")
 
 
 def open_regular(
@@ -68,9 +66,7 @@ def open_regular(
     file = open(real, "rb", buffering, opener=opener)  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise ValueError(
-            f"Expected a file, and not a pipe or device; received: {os.fspath(path)}"
-        )
+        raise unfit("a file, and not a pipe or device", os.fspath(path))
     return file
 
 
@@ -384,10 +380,7 @@ def check_replaceable(target: Path, kind: str, is_kind: Callable[[Path], bool]) 
     """Refuses folders of something else and the one that the program runs in."""
     existing = next(path for path in (target, *target.parents) if path.exists())
     if not existing.is_dir():
-        raise ValueError(
-            f"Expected a folder for the {kind}; received: {target}, where {existing} "
-            "is a file"
-        )
+        raise unfit(f"a folder for the {kind}", f"{target}, where {existing} is a file")
     if existing != target:
         return
     is_other = any(target.iterdir()) and not is_kind(target)

@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 from keras import ops
 
+to_numpy = ops.convert_to_numpy
+
 
 def assert_close(actual: Any, expected: Any, rtol: float = 1e-7, atol: float = 0, **kw):
     """`np.testing.assert_allclose`, also of tensors; two sequences entry by entry."""
@@ -28,4 +30,4 @@ def assert_same(actual: Any, expected: Any):
 def _numpy(x):
     if isinstance(x, list | tuple):
         return np.stack([_numpy(value) for value in x])
-    return x if isinstance(x, np.ndarray) else ops.convert_to_numpy(x)
+    return x if isinstance(x, np.ndarray) else to_numpy(x)

@@ -33,6 +33,7 @@ _NAMES = [
     *((rf"block_(\d+)/{x}", rf"Encoder/encoderblock_\1/{y}") for x, y in _BLOCK),
     (r"final_norm/(\w+)", r"Encoder/encoder_norm/\1"),
     *((f"pooler/{x}", f"MapHead/{y}") for x, y in _POOLER),
+    (r"pre_logits/(\w+)", r"pre_logits/\1"),
     (r"predictions/(\w+)", r"head/\1"),
 ]
 

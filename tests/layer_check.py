@@ -11,6 +11,7 @@ from keras import tree
 
 from keras_moe._compat import flatten_layers
 from keras_moe.routers import PathwayAwareRouter
+from tests.compare import assert_same
 from tests.training_gradients import training_gradients
 
 # Arguments of a layer's base class that it refuses.
@@ -78,8 +79,7 @@ def check_shapes_and_saving(make, inputs, folder):
     model.save(path)
     loaded = keras.saving.load_model(path, safe_mode=True)
     again = loaded.predict(inputs, batch_size=len(inputs) - 1, verbose=0)
-    for a, b in zip(tree.flatten(predicted), tree.flatten(again)):
-        np.testing.assert_array_equal(a, b)
+    assert_same(tree.flatten(predicted), tree.flatten(again))
 
 
 def check_policy(make, inputs, policy, float32_weights):

@@ -261,9 +261,22 @@ def transformers_clip(cls="CLIPModel", end_of_text_id=19, act="quick_gelu", **si
     return _transformers("CLIP", cls, text, image, projection_dim=4)
 
 
-def transformers_siglip(cls="SiglipModel"):
-    """One of transformers' SigLIP models."""
-    return _transformers("Siglip", cls, {**_TEXT, "projection_size": 8}, _IMAGE)
+def transformers_siglip(cls="SiglipModel", **sizes):
+    """One of transformers' SigLIP models; `sizes` are the text tower's."""
+    text = {**_TEXT, "projection_size": 8, **sizes}
+    return _transformers("Siglip", cls, text, _IMAGE)
+
+
+def transformers_siglip2():
+    """Transformers' SigLIP 2 for images of any shape, of 16 patches in training."""
+    import transformers
+
+    image = {k: x for k, x in _IMAGE.items() if k != "image_size"}
+    texts = {**_TEXT, "projection_size": _IMAGE["hidden_size"]}
+    config = transformers.Siglip2Config(
+        text_config=texts, vision_config={**image, "num_patches": 16, "patch_size": 4}
+    )
+    return torch_randomized(transformers.Siglip2Model(config))
 
 
 def transformers_dinov2(registers=False, **options):
@@ -273,7 +286,7 @@ def transformers_dinov2(registers=False, **options):
     name = "Dinov2WithRegisters" if registers else "Dinov2"
     sizes = {k: x for k, x in _IMAGE.items() if k != "intermediate_size"}
     config = getattr(transformers, f"{name}Config")
-    config = config(**sizes, **{"mlp_ratio": 2, **options})
+    config = config(**{**sizes, "mlp_ratio": 2, **options})
     return torch_randomized(getattr(transformers, f"{name}Model")(config))
 
 

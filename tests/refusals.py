@@ -23,7 +23,7 @@ def check_refused(make: Callable, arguments: dict, message: str) -> None:
     assert "Expected" in str(error.value)
 
 
-def refuses(message: str, call: Callable, *arguments, **options) -> None:
+def refuses(message: str, call: Callable, /, *arguments, **options) -> None:
     """Checks that a call raises a ValueError with a message."""
     with pytest.raises(ValueError, match=message):
         call(*arguments, **options)

@@ -6,6 +6,7 @@ import inspect
 import io
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.forks import ROOT
@@ -46,7 +47,8 @@ def test_examples_run(name, tmp_path, monkeypatch):
         optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     )
     report = io.StringIO()
-    for example in doctest.DocTestFinder().find(module, module.__name__):
+    finder, assumed = doctest.DocTestFinder(), {"np": np}
+    for example in finder.find(module, module.__name__, extraglobs=assumed):
         runner.run(example, out=report.write)
     assert runner.failures == 0, report.getvalue()
 

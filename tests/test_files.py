@@ -17,6 +17,7 @@ import pytest
 from keras_moe import _files
 from keras_moe._files import FolderInUse, locked
 from tests.forks import ROOT
+from tests.refusals import refuses
 
 
 def test_what_is_written_is_there_as_a_whole(tmp_path):
@@ -26,8 +27,6 @@ def test_what_is_written_is_there_as_a_whole(tmp_path):
         assert json.loads(path.read_text(encoding="utf-8")) == value
     assert os.listdir(tmp_path) == ["one.json"]
 
-
-def test_what_json_does_not_have_is_null(tmp_path):
     def refuse(name):
         raise ValueError(name)
 
@@ -338,13 +337,6 @@ def test_files_are_read_and_written_in_one_way(by_itself, known):
     assert places == set(known)
 
 
-def test_a_planted_reader_is_seen():
-    assert reads_by_itself("open(path)")
-    assert reads_by_itself("Path(path).read_text()")
-    assert reads_by_itself("read(tf.io.read_file, path)")
-    assert not reads_by_itself("safe_open(regular_file(path), 'np')")
-
-
 def test_a_link_may_be_the_users_own_and_may_not_lead_out(tmp_path):
     inside, outside = tmp_path / "in", tmp_path / "out"
     for folder in (inside / "sub", outside):
@@ -385,8 +377,7 @@ def test_a_snapshot_of_a_hub_leads_to_its_blobs(tmp_path):
         assert _files.read_text(link, cache / "snapshots") == "text"
     away = cache / "snapshots" / "abc" / "away"
     away.symlink_to("../../refs/main")
-    with pytest.raises(ValueError, match="links to stay within"):
-        _files.read_text(away, cache / "snapshots" / "abc")
+    refuses("links to stay within", _files.read_text, away, cache / "snapshots" / "abc")
 
 
 def test_a_hard_link_is_no_lock(tmp_path):

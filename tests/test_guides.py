@@ -168,19 +168,16 @@ def test_a_notebook_whose_code_changed_is_older_than_its_source(tmp_path, monkey
     assert guides.main(["one", "--check"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("source", "outputs", "complaint"),
-    [
-        ("x", [], "no output"),
-        ("def f():\n    print(1)", [], None),
-        ("x = 1\nmodel.fit(x)", [], None),
-        ("x = 1", [("stderr", "a warning")], "an error"),
-        ("print(p)", [("stdout", "saved /tmp/tmpa1/x.png")], "a path"),
-        ("print(p)", [("stdout", "<A object at 0x7f00>")], "an address"),
-        ("print(p)", [("stdout", "see https://a.org/home/x, 3/4 or ./tmp/x")], None),
-        ("print(p)", [("stdout", "a" * guides.LARGEST)], "KB"),
-    ],
-)
+@pytest.mark.parametrize(("source", "outputs", "complaint"), [
+    ("x", [], "no output"),
+    ("def f():\n    print(1)", [], None),
+    ("x = 1\nmodel.fit(x)", [], None),
+    ("x = 1", [("stderr", "a warning")], "an error"),
+    ("print(p)", [("stdout", "saved /tmp/tmpa1/x.png")], "a path"),
+    ("print(p)", [("stdout", "<A object at 0x7f00>")], "an address"),
+    ("print(p)", [("stdout", "see https://a.org/home/x, 3/4 or ./tmp/x")], None),
+    ("print(p)", [("stdout", "a" * guides.LARGEST)], "KB"),
+])  # fmt: skip
 def test_outputs_that_must_not_be_committed(source, outputs, complaint):
     cell = nbformat.v4.new_code_cell(source)
     cell.outputs = [

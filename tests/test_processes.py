@@ -10,9 +10,11 @@ from keras_moe import _processes, training
 from keras_moe._files import locked
 
 
-def test_objects_cannot_be_gathered():
+def test_one_process_has_its_own_error():
     with pytest.raises(ValueError, match="arrays of numbers; received: dtype=object"):
         _processes.gathered_batch({"captions": np.array([b"a", b"bc"], object)})
+    with pytest.raises(TypeError, match="bad"):
+        _processes.checked_all_gather(lambda: (_ for _ in ()).throw(TypeError("bad")))
 
 
 @pytest.fixture
@@ -57,15 +59,12 @@ def test_all_have_the_result_of_the_first(both):
     assert both(lambda n: _processes.broadcast_from_primary(lambda: 10 + n)) == [10, 10]
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (FileNotFoundError("bad"), OSError),
-        (ValueError("bad"), ValueError),
-        # Any other, too: the second process would wait forever.
-        (TypeError("bad"), RuntimeError),
-    ],
-)
+@pytest.mark.parametrize(("error", "expected"), [
+    (FileNotFoundError("bad"), OSError),
+    (ValueError("bad"), ValueError),
+    # Any other, too: the second process would wait forever.
+    (TypeError("bad"), RuntimeError),
+])  # fmt: skip
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_of_one_is_an_error_of_all(both, error, expected, failing):
     def work(number):
@@ -91,8 +90,3 @@ def test_a_folder_in_use_is_an_error_of_all(both, tmp_path):
     assert all(isinstance(result, OSError) for result in results)
     assert all(f"the run in {tmp_path}; rec" in str(result) for result in results)
     assert both(hold) == [[0, 1]] * 2
-
-
-def test_a_process_alone_has_its_own_error():
-    with pytest.raises(TypeError, match="bad"):
-        _processes.checked_all_gather(lambda: (_ for _ in ()).throw(TypeError("bad")))

@@ -26,7 +26,7 @@ def repository_files() -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-def test_no_stray_files():
+def test_no_stray_and_no_big_files():
     suffixes = (".pyc", ".pyo", ".orig", ".rej", ".swp", ".DS_Store", ".whl")
     folders = {"__pycache__", ".venv", "build", "dist", "node_modules"}
     for path in repository_files():
@@ -34,9 +34,6 @@ def test_no_stray_files():
         assert not path.name.endswith(suffixes), path
         assert folders.isdisjoint(parts), path
         assert not any(part.endswith(".egg-info") for part in parts), path
-
-
-def test_no_big_files():
     for path in repository_files():
         assert path.stat().st_size <= largest(path), path
 
@@ -48,7 +45,7 @@ def largest(path):
     return 2_000_000 if is_weights else MEBIBYTE
 
 
-def test_the_citation_and_the_changelog_name_the_version():
+def test_versions_agree():
     for name, pattern in {
         "CITATION.cff": r"^version: (\S+)$",
         "CHANGELOG.md": r"^## (\S+)",
@@ -56,17 +53,19 @@ def test_the_citation_and_the_changelog_name_the_version():
     }.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         assert re.search(pattern, text, re.M).group(1) == __version__, name
+    content = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    repository, local = content["repos"]
+    pinned = re.search(r'"ruff==(.+?)"', (ROOT / "pyproject.toml").read_text())
+    assert repository["rev"] == f"v{pinned.group(1)}"
+    assert [hook["id"] for hook in local["hooks"]] == ["basedpyright"]
 
 
-def test_links_between_pages_lead_somewhere():
+def test_links_between_pages_lead_somewhere_and_every_page_is_listed():
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "llms.txt"]
     for page in pages:
         for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
             is_there = target.startswith("http") or (page.parent / target).exists()
             assert is_there, f"{page.name}: {target}"
-
-
-def test_the_page_for_language_models_lists_every_page():
     text = (ROOT / "llms.txt").read_text(encoding="utf-8")
     pages = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
     # The contents of the site.
@@ -88,14 +87,6 @@ def test_workflows_call_the_makefile():
     assert len(forms) == 2
     for form in forms:
         assert {"name", "description", "body"} <= set(yaml.safe_load(form.read_text()))
-
-
-def test_pre_commit_has_the_version_of_ruff_that_lint_has():
-    content = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
-    repository, local = content["repos"]
-    pinned = re.search(r'"ruff==(.+?)"', (ROOT / "pyproject.toml").read_text())
-    assert repository["rev"] == f"v{pinned.group(1)}"
-    assert [hook["id"] for hook in local["hooks"]] == ["basedpyright"]
 
 
 def test_a_warning_that_nobody_expects_is_an_error():

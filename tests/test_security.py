@@ -64,35 +64,13 @@ def test_the_package_calls_nothing_that_runs_loaded_code():
         assert breaches(path.read_text(encoding="utf-8")) == [], path
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import pickle",
-        "from joblib import load",
-        "eval(text)",
-        "np.load(path)",
-        "np.load(path, allow_pickle=True)",
-        "np.load(path, allow_pickle=wanted)",
-        "keras.saving.load_model(path, safe_mode=False)",
-        "torch.load(path)",
-        "keras.config.enable_unsafe_deserialization()",
-    ],
-)
-def test_a_planted_breach_is_seen(source):
-    assert len(breaches(source)) == 1
-    assert breaches("model.eval()\nnp.load(path, allow_pickle=False)") == []
-
-
-@pytest.mark.parametrize(
-    ("file", "argument"),
-    [
-        ("config.json", "moe"),
-        ("config.json", "dtype"),
-        ("task.json", "preprocessor"),
-        ("task.json", "output_activation"),
-        ("task.json", "head"),
-    ],
-)
+@pytest.mark.parametrize(("file", "argument"), [
+    ("config.json", "moe"),
+    ("config.json", "dtype"),
+    ("task.json", "preprocessor"),
+    ("task.json", "output_activation"),
+    ("task.json", "head"),
+])  # fmt: skip
 def test_a_preset_runs_no_code(tmp_path, file, argument):
     sizes = {"image_shape": (8, 8, 1), "patch_size": 4, "hidden_dim": 8, "mlp_dim": 8}
     sizes |= {"num_layers": 1, "num_heads": 2}
@@ -159,35 +137,28 @@ def transformers(folder):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link"])
-@pytest.mark.parametrize(
-    ("make", "name", "read"),
-    [
-        (records, "dataset.json", lambda x: data.class_names(f"tfrecord:{x}")),
-        (
-            records,
-            "test-00000-of-00001.tfrecord",
-            lambda x: data.num_examples(f"tfrecord:{x}", "test"),
-        ),
-        (tars, "test-0.tar", lambda x: data.num_pairs(f"webdataset:{x}", "test")),
-        (texts, "a.txt", lambda x: data.load_texts(f"text:{x}/*.txt", "all")),
-        (texts, "a.txt", lambda x: data.load_texts(f"text:{x}", "all")),
-        (
-            captions,
-            "test/captions.csv",
-            lambda x: data.num_pairs(f"folder:{x}", "test"),
-        ),
-        (captions, "test/deep", lambda x: data.num_pairs(f"folder:{x}", "test")),
-        (captions, "test/deep", lambda x: data.num_examples(f"folder:{x}", "test")),
-        (tokenizer, "text_tokenizer.json", models.TextTokenizer.from_preset),
-        (tokenizer, "assets/tokenizer/merges.txt", models.TextTokenizer.from_preset),
-        (tokenizer, "merges.txt", models.TextTokenizer.clip),
-        (preset, "config.json", models.from_preset),
-        (preset, "model.weights.h5", models.from_preset),
-        (published, "one.npz", models.describe),
-        (transformers, "config.json", models.describe),
-        (transformers, "model.safetensors", models.describe),
-    ],
-)
+@pytest.mark.parametrize(("make", "name", "read"), [
+    (records, "dataset.json", lambda x: data.class_names(f"tfrecord:{x}")),
+    (
+        records,
+        "test-00000-of-00001.tfrecord",
+        lambda x: data.num_examples(f"tfrecord:{x}", "test"),
+    ),
+    (tars, "test-0.tar", lambda x: data.num_pairs(f"webdataset:{x}", "test")),
+    (texts, "a.txt", lambda x: data.load_texts(f"text:{x}/*.txt", "all")),
+    (texts, "a.txt", lambda x: data.load_texts(f"text:{x}", "all")),
+    (captions, "test/captions.csv", lambda x: data.num_pairs(f"folder:{x}", "test")),
+    (captions, "test/deep", lambda x: data.num_pairs(f"folder:{x}", "test")),
+    (captions, "test/deep", lambda x: data.num_examples(f"folder:{x}", "test")),
+    (tokenizer, "text_tokenizer.json", models.TextTokenizer.from_preset),
+    (tokenizer, "assets/tokenizer/merges.txt", models.TextTokenizer.from_preset),
+    (tokenizer, "merges.txt", models.TextTokenizer.clip),
+    (preset, "config.json", models.from_preset),
+    (preset, "model.weights.h5", models.from_preset),
+    (published, "one.npz", models.describe),
+    (transformers, "config.json", models.describe),
+    (transformers, "model.safetensors", models.describe),
+])  # fmt: skip
 def test_nothing_is_read_through_pipes_or_links_out(
     tmp_path, monkeypatch, kind, make, name, read
 ):

@@ -7,9 +7,6 @@ loaded it nobody notices.
 import ast
 from collections import defaultdict
 from importlib.machinery import PathFinder
-from importlib.metadata import version
-
-import pytest
 
 from tests.forks import ROOT, run_python
 
@@ -71,14 +68,3 @@ def test_submodules_are_imported_or_come_with_their_library():
     for library in read.keys() - set(NAMESPACES):
         assert failure(library, read[library]) is None, library
     assert "numpy" in read
-
-
-@pytest.mark.skipif(version("huggingface_hub") < "1", reason="it loads all at once")
-def test_a_submodule_that_nobody_imported_is_found():
-    source = "import huggingface_hub as hub\nprint(hub.constants.ENDPOINT)"
-    assert list(submodules_read(source)) == ["huggingface_hub.constants"]
-    assert "attribute constants" in failure(
-        "huggingface_hub", ["huggingface_hub.constants"]
-    )
-    source = f"from huggingface_hub import constants\n{source}"
-    assert list(submodules_read(source)) == []

@@ -159,7 +159,8 @@ def report(model):
 
 def few_shot(model):
     features, data = keras.Model(model.input, model.features), (IMAGES, LABELS)
-    result = evaluation.few_shot_from_model(features, data, data, shots=(1,))
+    data = evaluation.extract_features(features, data)
+    result = evaluation.few_shot(*data, *data, shots=(1,))
     return result.accuracies
 
 
@@ -178,10 +179,9 @@ LOOKS = {
             analysis.edit_expert_logits(model, IMAGES, output=1)
         ),
         "excluded": lambda model: outputs(analysis.exclude_experts(model, [1])),
-        "centres": lambda model: analysis.expert_centres(model, "block_1"),
         "steered": lambda model: outputs(analysis.steer_expert(model, "block_1", 2)),
         "masked": lambda model: outputs(
-            analysis.mask_experts(model, {"block_1": [0, 1, 2]})
+            analysis.prune_experts(model, {"block_1": [0, 1, 2]}, removed=False)
         ),
         "pruned": lambda model: outputs(
             analysis.prune_experts(model, {"block_1": [0, 1, 2]})

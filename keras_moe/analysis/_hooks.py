@@ -15,6 +15,7 @@ import keras
 from keras import ops
 from keras.layers import Layer
 
+from keras_moe._checks import unfit
 from keras_moe._compat import Functional, view
 from keras_moe._types import Tensor
 from keras_moe.ops.grouped import row_experts
@@ -120,10 +121,7 @@ def _by_expert(values, outputs, group_sizes):
 def excluding(router: Layer, experts: tuple[int, ...]) -> Layer:
     """A token choice router that does not choose certain experts either."""
     if not hasattr(router, "excluded_experts"):
-        raise ValueError(
-            "Expected token choice routers for removal='choice'; received: "
-            f"{type(router).__name__}"
-        )
+        raise unfit("token choice routers for removal='choice'", type(router).__name__)
     excluded = router.check_excluded((*router.excluded_experts, *experts))
     return view(router, excluded_experts=excluded)
 

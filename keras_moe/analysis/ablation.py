@@ -57,12 +57,7 @@ class ExpertAblation(NamedTuple):
 
     @property
     def polysemanticity(self) -> np.ndarray:
-        """(E,), how far each expert is from mattering for just one class.
-
-        `p = |d - 1|_2` of its changes d and the one-hot vector of the class that loses
-        most (*Multilinear Mixture of Experts*, equation 4): 0 if one class loses all
-        its accuracy and no other class changes.
-        """
+        """(E,), 0 for experts that only one class needs (*muMoE*, equation 4)."""
         changes = self.changes
         only = np.eye(changes.shape[1])[changes.argmax(axis=1)]
         return np.linalg.norm(changes - only, axis=1)
@@ -113,7 +108,6 @@ def ablate_experts(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import analysis, models
     >>> head = {"num_experts": 4, "rank": 8}
     >>> model = models.from_preset("vmoe_digits", num_classes=10, head=head)
@@ -190,7 +184,6 @@ def print_ablation(
 
     Example:
 
-    >>> import numpy as np
     >>> from rich.console import Console
     >>> from keras_moe.analysis import ExpertAblation, print_ablation
     >>> ones = np.ones(2), np.ones(2), np.ones((1, 2))

@@ -42,7 +42,6 @@ def attention_rollout(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import analysis, models
     >>> model = models.from_preset("vmoe_digits")
     >>> maps = analysis.attention_rollout(model, np.zeros((2, 16, 16, 1), "float32"))
@@ -110,7 +109,7 @@ class _Rollout(keras.Model):
             *attention, pooled = attention
             share = pooled[:, 0]
         else:
-            row = np.ones(attention[0].shape[-1], "float32")
+            row = np.ones(attention[-1].shape[-1], "float32")
             if self.pooling == "class_token":
                 row[1:] = 0.0
             else:
@@ -118,11 +117,19 @@ class _Rollout(keras.Model):
                 row[:first] = 0.0
                 row[first + 1 :] *= self.pooling != "first"
             row = ops.convert_to_tensor(row / row.sum())
-            share = ops.zeros_like(attention[0][:, 0]) + row
+            share = ops.zeros_like(attention[-1][:, 0]) + row
         # One row of the product of (A + I) / 2, from the last block to the first.
         for weights in reversed(attention):
+            share = _members_mean(share, weights)
             share = 0.5 * (share + ops.einsum("bn,bnm->bm", share, weights))
+        share = _members_mean(share, images)
         # A class token comes first.
         share = share[:, -self.grid[0] * self.grid[1] :]
         share = share / ops.sum(share, axis=1, keepdims=True)
         return ops.reshape(share, (-1, *self.grid))
+
+
+def _members_mean(share, fewer):
+    """The mean of rows (B M, N) over the members of an ensemble, if `fewer` has B."""
+    rows, length = ops.shape(fewer)[0], share.shape[-1]
+    return ops.mean(ops.reshape(share, (rows, -1, length)), axis=1)

@@ -105,7 +105,6 @@ def coverage_curves(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import BlockUsage, ExpertUsage, coverage_curves
     >>> block = BlockUsage(np.array([[1.0, 6.0, 3.0]]), np.ones((1, 3)))
     >>> curve = coverage_curves(ExpertUsage(["all"], {"block_1": block}))["block_1"]
@@ -147,7 +146,6 @@ def select_experts(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import BlockUsage, ExpertUsage, select_experts
     >>> block = BlockUsage(np.array([[1.0, 6.0, 3.0]]), np.ones((1, 3)))
     >>> usage = ExpertUsage(["all"], {"block_1": block})
@@ -204,31 +202,11 @@ def print_coverage(
     print_table("Experts that cover a share", head, rows, console)
 
 
-def mask_experts(
-    model: Any, kept_experts: dict[str, Sequence[int]], method: str = "router_drop"
-) -> Any:
-    """Returns a copy of a model that keeps all weights but uses only some experts.
-
-    Its outputs equal those of `prune_experts`; use it to try out a selection.
-
-    Args:
-        model: backbone or task with token choice routers, not pruned; not modified.
-        kept_experts: as in `prune_experts`.
-        method: as in `prune_experts`.
-
-    Example:
-
-    >>> from keras_moe import analysis, models
-    >>> model = models.from_preset("vmoe_digits", task="backbone")
-    >>> masked = analysis.mask_experts(model, {"block_1": [0, 3]})
-    >>> masked.count_params() == model.count_params()
-    True
-    """
-    return model.with_kept_experts(kept_experts, method, removed=False)
-
-
 def prune_experts(
-    model: Any, kept_experts: dict[str, Sequence[int]], method: str = "router_drop"
+    model: Any,
+    kept_experts: dict[str, Sequence[int]],
+    method: str = "router_drop",
+    removed: bool = True,
 ) -> Any:
     """Returns a smaller copy of a model with only some of its experts.
 
@@ -253,6 +231,9 @@ def prune_experts(
         kept_experts: dict from block name to the numbers of the experts to keep, at
             least K, such as `select_experts` returns; other blocks are unchanged.
         method: `"router_drop"`, `"router_pred"` or `"router_pred_skip"`.
+        removed: whether the others' weights go. With False, the copy has the same
+            outputs and keeps all weights, to try out a selection of a model that is
+            not pruned yet.
 
     Reference: *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
 
@@ -264,7 +245,7 @@ def prune_experts(
     >>> pruned.get_layer("block_1").feed_forward.experts.num_experts
     2
     """
-    return model.with_kept_experts(kept_experts, method, removed=True)
+    return model.with_kept_experts(kept_experts, method, removed)
 
 
 # Excluding, editing and steering
@@ -276,10 +257,8 @@ def moe_block(model: KerasModel, name: str) -> keras.layers.Layer:
     # Records of token mixers are named "block_0/token_mixer".
     blocks = [key for key in getattr(backbone, "routing", {}) if "/" not in key]
     if name not in blocks:
-        raise ValueError(
-            f"Expected the name of an MoE block, one of {blocks}; "
-            f"received: {name!r} of {type(model).__name__}"
-        )
+        expected = f"the name of an MoE block, one of {blocks}"
+        raise unfit(expected, f"{name!r} of {type(model).__name__}")
     return backbone.get_layer(name)
 
 
@@ -287,10 +266,8 @@ def mumoe_head(model: KerasModel) -> keras.layers.Layer:
     """The muMoE head of a classifier."""
     head = getattr(model, "head", None)
     if head is None or not hasattr(model, "routing"):
-        raise ValueError(
-            "Expected a classifier with a muMoE head; received: "
-            f"{type(model).__name__} without head"
-        )
+        expected = "a classifier with a muMoE head"
+        raise unfit(expected, f"{type(model).__name__} without head")
     return head
 
 
@@ -309,7 +286,7 @@ def exclude_experts(model: Any, experts: Experts) -> Any:
 
     Example:
 
-    >>> import keras, numpy as np
+    >>> import keras
     >>> from keras_moe import analysis, models
     >>> model = models.from_preset("moepp_digits", task="backbone")
     >>> without = analysis.exclude_experts(model, ["zero", "copy"])
@@ -321,10 +298,8 @@ def exclude_experts(model: Any, experts: Experts) -> Any:
     """
     backbone = getattr(model, "backbone", model)
     if not hasattr(backbone.moe, "router_arguments"):
-        raise ValueError(
-            "Expected a model with MoE blocks, whose routers choose experts; received: "
-            f"{type(model).__name__} with moe={backbone.moe}"
-        )
+        expected = "a model with MoE blocks, whose routers choose experts"
+        raise unfit(expected, f"{type(model).__name__} with moe={backbone.moe}")
     before = backbone.moe.router_arguments.get("excluded_experts", ())
     excluded = {*before, *numbers_of(experts, backbone.expert_types)}
     return model.with_router_arguments(excluded_experts=sorted(excluded))
@@ -368,7 +343,6 @@ def edit_expert_logits(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import analysis, models
     >>> head = {"num_experts": 4, "rank": 8}
     >>> model = models.from_preset("vmoe_digits", num_classes=10, head=head)
@@ -391,24 +365,7 @@ def edit_expert_logits(
 
 
 def expert_centres(model: KerasModel, block: str) -> np.ndarray:
-    """Cluster centres (E, D) of a block's experts: the columns of its router's kernel.
-
-    The closer a token is to a centre, the larger the expert's logit. With several
-    levels, an expert's centre is the sum over levels.
-
-    Args:
-        model: backbone or classifier.
-        block: MoE block such as `"block_1"`, whose router is linear.
-
-    Reference: *Multilinear Mixture of Experts*, appendix G.2.
-
-    Example:
-
-    >>> from keras_moe import analysis, models
-    >>> model = models.from_preset("vmoe_digits", task="backbone")
-    >>> analysis.expert_centres(model, "block_1").shape
-    (8, 64)
-    """
+    """Columns (E, D) of the router's kernel; over several levels, their sums."""
     router = moe_block(model, block).feed_forward.router
     kernels = getattr(router, "kernels", None) or [getattr(router, "kernel", None)]
     matrices = [k for k in kernels if k is not None and len(k.shape) == 2]
@@ -441,7 +398,7 @@ def steer_expert(model: Any, block: str, expert: int, strength: float = 1.0) -> 
 
     Example:
 
-    >>> import keras, numpy as np
+    >>> import keras
     >>> from keras_moe import analysis, models
     >>> model = models.from_preset("vmoe_digits", task="backbone")
     >>> steered = analysis.steer_expert(model, "block_1", expert=3, strength=50.0)

@@ -83,7 +83,6 @@ def routing_statistics(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import routing_statistics
     >>> from keras_moe.ops import Routing
     >>> served = np.array([[[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]]])
@@ -194,7 +193,6 @@ def expert_queues(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import expert_queues
     >>> affinity = np.array([[[0.6, 0.4], [0.9, 0.1], [0.2, 0.8]]], "float32")
     >>> expert_queues(affinity, 1, priority="max_gate").tolist()
@@ -238,7 +236,6 @@ def expert_load(routing: Routing, threshold: float = 0.5) -> np.ndarray:
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import expert_load
     >>> from keras_moe.ops import Routing
     >>> gates = np.array([[[0.9, 0.1, 0.0]], [[0.5, 0.5, 0.0]]])
@@ -297,7 +294,6 @@ def experts_per_token(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import experts_per_token
     >>> from keras_moe.ops import ExpertTypes, Routing
     >>> served = np.array([[[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]])
@@ -328,7 +324,6 @@ def compute_map(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import compute_map
     >>> from keras_moe.ops import ExpertTypes, Routing
     >>> routing = Routing(*[np.ones((1, 5, 3))] * 6)
@@ -357,7 +352,6 @@ def load_by_type(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import load_by_type
     >>> from keras_moe.ops import ExpertTypes, Routing
     >>> served = np.array([[[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]])
@@ -436,7 +430,6 @@ def routing_scores(routing: Routing) -> RoutingScores:
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import routing_scores
     >>> from keras_moe.ops import Routing
     >>> gates = np.array([[[0.5, 0.2, 0.3], [0.1, 0.8, 0.1]]])

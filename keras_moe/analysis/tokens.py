@@ -46,7 +46,6 @@ def expert_views(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import expert_views
     >>> from keras_moe.ops import Routing
     >>> weights = np.array([[[0.9, 0.0], [0.0, 0.6]], [[0.0, 0.7], [0.0, 0.8]]])
@@ -103,7 +102,6 @@ def token_flows(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import token_flows
     >>> from keras_moe.ops import Routing
     >>> one = Routing(*[np.array([[[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]]])] * 6)

@@ -136,7 +136,6 @@ def merged_usage(usages: Iterable[ExpertUsage]) -> ExpertUsage:
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import BlockUsage, ExpertUsage, merged_usage
     >>> block = BlockUsage(np.array([[3.0, 1.0]]), np.array([[2.0, 0.5]]))
     >>> usage = ExpertUsage(["all"], {"block_1": block})
@@ -280,14 +279,12 @@ class UsageProbe:
             start = f"{modality}/"
             routing = {key: x for key, x in routing.items() if key.startswith(start)}
         if not routing:
-            raise ValueError(
-                f"Expected a model with MoE blocks of modality={modality!r}; "
-                f"received: {type(model).__name__}"
-            )
+            expected = f"a model with MoE blocks of modality={modality!r}"
+            raise unfit(expected, type(model).__name__)
         layers = {key: _moe_layer(backbone, key) for key in routing}
         self._names = list(routing)
         self._keys = _keys_by_block(layers)
-        self._without_padding = {key for key in layers if masks_padding(model, key)}
+        self._model = model
         fields = ["gates", "dispatched", "combined"]
         hooks = {}
         if check_bool("contributions", contributions):
@@ -310,10 +307,8 @@ class UsageProbe:
         """The usage of experts in one batch."""
         modalities = list(next(iter(self._keys.values())))
         if modalities != [ALL] and groups is not None:
-            raise ValueError(
-                "Expected groups=None for a model whose records are by modality; "
-                f"received: groups, records of {modalities}"
-            )
+            expected = "groups=None for a model whose records are by modality"
+            raise unfit(expected, f"groups, records of {modalities}")
         masks = _masks(inputs, mask, self._names)
         count = 1 if group_names is None else len(group_names)
         records = serving(self._records).predict_on_batch(inputs)
@@ -324,7 +319,10 @@ class UsageProbe:
                     SimpleNamespace(**records[key]),
                     groups,
                     count,
-                    self._mask(key, inputs, masks.get(_modality(key))),
+                    _both(
+                        routed_tokens(self._model, key, inputs),
+                        masks.get(_modality(key)),
+                    ),
                     records[key].get("affinity"),
                 )
                 for key in keys.values()
@@ -333,18 +331,33 @@ class UsageProbe:
             blocks[name] = _mapped(lambda *x: np.concatenate(x), *usages)
         return ExpertUsage(group_names or modalities, blocks)
 
-    def _mask(self, key, inputs, mask):
-        """Mask of the tokens of a record to count, without unrouted padding."""
-        if key not in self._without_padding:
-            return mask
-        padding = np.asarray(inputs["padding_mask"], bool)
-        return padding if mask is None else padding & mask.astype(bool)
+
+def _both(mask, other):
+    """The tokens that both masks (B, N) have, each of which may be None for all."""
+    if mask is None or other is None:
+        return other if mask is None else mask
+    return mask & other.astype(bool)
+
+
+def routed_tokens(model: KerasModel, name: str, inputs: Any) -> np.ndarray | None:
+    """Which tokens (B, N) of a routing record are no unrouted padding; None for all."""
+    if masks_padding(model, name):
+        return np.asarray(inputs["padding_mask"], bool)
+    if not isinstance(inputs, dict) or "grids" not in inputs or "text/" in name:
+        return None
+    backbone: Any = getattr(model, "backbone", model)
+    if name.startswith("image/"):
+        backbone = backbone.tower_backbone("image")
+    index = np.arange(backbone.first_patch + inputs["patches"].shape[1])
+    num_patches = np.prod(np.asarray(inputs["grids"]), axis=1, keepdims=True)
+    return index - backbone.first_patch < num_patches
 
 
 def masks_padding(model: KerasModel, name: str) -> bool:
     """Whether the block of a routing record leaves padding of texts unrouted."""
     backbone = getattr(model, "backbone", model)
-    if not isinstance(model.input, dict) or name.startswith("image/"):
+    takes_texts = isinstance(model.input, dict) and "padding_mask" in model.input
+    if not takes_texts or name.startswith("image/"):
         return False
     config = backbone.get_config()
     never_routed = not getattr(backbone, "routes_padding", True)

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from keras_moe._checks import unfit
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -80,12 +82,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def add_command(commands: argparse._SubParsersAction, module: ModuleType) -> None:
-    """Adds the sub-command of a module, called like the module.
-
-    The module's docstring is the help. The module has `EXAMPLES`,
-    `add_arguments(parser)` and `run(args, console)`, which returns a `Result`; and, if
-    a second run resumes the first, `INTERRUPTED = RESUMES`.
-    """
+    """Adds the sub-command of a module, called like it, with its docstring as help."""
     name = module.__name__.rpartition(".")[2].replace("_", "-")
     text = module.__doc__ or ""
     line = text.partition("\n")[0].removesuffix(".")
@@ -232,10 +229,8 @@ def check_target(source: str, output: Path) -> None:
 
     target = output.expanduser().resolve()
     if target == Path(source).expanduser().resolve():
-        raise ValueError(
-            "Expected another folder than the source, which saving would replace; "
-            f"received: output={str(output)!r}, source={source!r}"
-        )
+        expected = "another folder than the source, which saving would replace"
+        raise unfit(expected, output=str(output), source=source)
     check_replaceable(target, "preset", is_preset)
 
 
@@ -257,10 +252,8 @@ def model_overrides(
     overrides = dict(pairs)
     for name, value in overrides.items():
         if name in own:
-            raise ValueError(
-                "Expected arguments of the model in --set; received: "
-                f"{name}={value!r}, which {own[name]} sets"
-            )
+            expected = "arguments of the model in --set"
+            raise unfit(expected, f"{name}={value!r}, which {own[name]} sets")
     return overrides
 
 

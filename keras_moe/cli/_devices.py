@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 import keras_moe
+from keras_moe._checks import unfit
 from keras_moe.cli._arguments import (
     FIRST,
     add_count,
@@ -51,10 +52,8 @@ def start_processes(args: argparse.Namespace) -> None:
 
     processes = (args.coordinator, args.num_processes, args.process_id)
     if processes.count(None) in (1, 2):
-        raise ValueError(
-            "Expected --coordinator, --num-processes and --process-id together; "
-            f"received: {processes}"
-        )
+        expected = "--coordinator, --num-processes and --process-id together"
+        raise unfit(expected, processes)
     if None not in processes:
         keras.distribution.initialize(*processes)
 

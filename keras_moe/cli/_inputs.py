@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras_moe
+from keras_moe._checks import unfit
 from keras_moe.cli._arguments import FIRST, model_overrides
 
 if TYPE_CHECKING:
@@ -139,9 +140,7 @@ def find_run(preset: str) -> tuple[str, dict]:
             path_within(folder / "preset", folder)
         return str(run_folder / "preset"), settings
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(
-            f"Expected the results of keras-moe train in {path}; received: {error!r}"
-        ) from error
+        raise unfit(f"the results of keras-moe train in {path}", repr(error)) from error
 
 
 def find_examples(
@@ -157,9 +156,7 @@ def find_examples(
         recipe = {}
     source = args.data or recipe.get("test_source") or recipe["source"]
     if not isinstance(source, str):
-        raise ValueError(
-            f"Expected --data for a run on a mixture of sources; received: {source}"
-        )
+        raise unfit("--data for a run on a mixture of sources", source)
     split = args.split or recipe.get("test_split", "test")
     asked_for = dict(args.data_options)
     check_argument_names(asked_for, list(options), "--data-options")

@@ -54,11 +54,8 @@ OWN = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source",
-        metavar="SOURCE",
-        help="The weights, as keras_moe.models.convert takes them.",
-    )
+    source = "The weights, as keras_moe.models.convert takes them."
+    parser.add_argument("source", metavar="SOURCE", help=source)
     add_target(parser)
     add_count(parser, "--num-classes", "The number of classes of a new head.")
     parser.add_argument(
@@ -66,11 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("backbone", "image_classifier", "contrastive", "causal_lm"),
         help="The kind of model; by default what the source is.",
     )
-    parser.add_argument(
-        "--tower",
-        choices=("image", "text"),
-        help="The tower of an image-text model to convert by itself.",
-    )
+    tower = "The tower of an image-text model to convert by itself."
+    parser.add_argument("--tower", choices=("image", "text"), help=tower)
     add_overrides(parser)
     add_flag(parser, "--no-verify", "Skip all comparisons.")
     add_flag(parser, "--quiet", "Do not print the table of weights.")

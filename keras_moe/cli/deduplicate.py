@@ -27,11 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against", default="test", help="The split whose images are searched for."
     )
-    parser.add_argument(
-        "--against-data",
-        metavar="SOURCE",
-        help="The source of that split, if it is not --data.",
-    )
+    against_data = "The source of that split, if it is not --data."
+    parser.add_argument("--against-data", metavar="SOURCE", help=against_data)
     bits = "The bits of 64 in which a copy's hash may differ; -1 for identical pixels."
     add_count(parser, "--max-distance", bits, 3, minimum=-1)
     parser.add_argument(

@@ -7,6 +7,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 import keras_moe
+from keras_moe._checks import unfit
 from keras_moe.cli._arguments import (
     FIRST,
     Result,
@@ -31,22 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_preset(parser, nargs="?")
     add_count(parser, "--num-classes", "Count a head for this many classes, too.")
     add_overrides(parser)
-    parser.add_argument(
-        "--list",
-        nargs="?",
-        const="*",
-        metavar="PATTERN",
-        help="List the presets; with a pattern, those whose names have it.",
-    )
+    pattern = "List the presets; with a pattern, those whose names have it."
+    parser.add_argument("--list", nargs="?", const="*", metavar="PATTERN", help=pattern)
 
 
 def run(args: argparse.Namespace, console: "Console") -> Result:
     overrides = model_overrides(args.set, OWN)
     if (args.list is not None) == bool(args.preset or overrides):
-        raise ValueError(
-            "Expected a preset, or --list alone; received: "
-            f"preset={args.preset!r}, --list={args.list!r}"
-        )
+        expected = "a preset, or --list alone"
+        raise unfit(expected, f"preset={args.preset!r}, --list={args.list!r}")
     if args.list is not None:
         return listed(args.list, args.num_classes)
     description = keras_moe.models.describe(

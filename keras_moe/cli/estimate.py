@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import keras_moe
+from keras_moe._checks import unfit
 from keras_moe.cli._arguments import (
     FIRST,
     Result,
@@ -92,14 +93,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     batch = "The number of examples in a step, on all devices together."
     add_count(parser, "--batch-size", batch)
     add_layout(parser)
-    parser.add_argument(
-        "--optimizer",
-        help="The optimizer: sgd, momentum, adam (the default) or adafactor.",
-    )
-    parser.add_argument(
-        "--dtype",
-        help="The type of the activations: bfloat16 (the default), float16 or float32.",
-    )
+    optimizer = "The optimizer: sgd, momentum, adam (the default) or adafactor."
+    parser.add_argument("--optimizer", help=optimizer)
+    dtype = "The type of the activations: bfloat16 (the default), float16 or float32."
+    parser.add_argument("--dtype", help=dtype)
     parser.add_argument(
         "--utilization",
         type=positive,
@@ -116,19 +113,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Compile for these devices instead of --chip and --devices: v5e:4x4, "
         "v5p:2x4x4, v6e:8x8, h200:8.",
     )
-    group.add_argument(
-        "--step",
-        default=COMPILER["step"],
-        help="The step to compile: train, predict, or generate (language models).",
-    )
+    step = "The step to compile: train, predict, or generate (language models)."
+    group.add_argument("--step", default=COMPILER["step"], help=step)
     fit = "If the step does not fit, rematerialise, and then halve the batch."
     add_flag(group, "--fit", fit)
-    group.add_argument(
-        "--figure",
-        type=_picture,
-        metavar="FILE.png",
-        help="Save a chart of memory and time to this file.",
-    )
+    figure = "Save a chart of memory and time to this file."
+    group.add_argument("--figure", type=_picture, metavar="FILE.png", help=figure)
 
 
 def _picture(text: str) -> Path:
@@ -149,10 +139,7 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
                 f"{'' if compiles else 'out'} --compile; received: {value!r}"
             )
     if (args.preset is None) == (args.recipe is None):
-        raise ValueError(
-            "Expected a model or --recipe; received: "
-            f"{'neither' if args.recipe is None else 'both'}"
-        )
+        raise unfit("a model or --recipe", "neither" if args.recipe is None else "both")
     recipe = None if args.recipe is None else take_recipe(args)
     if args.batch_size is None:
         raise ValueError("Expected --batch-size with a model; received: none")
@@ -196,10 +183,8 @@ def take_recipe(args: argparse.Namespace) -> "Recipe":
         try:
             args.num_classes = recipe.objective.num_classes(recipe.data)
         except OSError as error:
-            raise ValueError(
-                "Expected --num-classes with a recipe whose data is not here; "
-                f"received: {recipe.data.source!r} ({error})"
-            ) from error
+            expected = "--num-classes with a recipe whose data is not here"
+            raise unfit(expected, f"{recipe.data.source!r} ({error})") from error
     return recipe
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras_moe
+from keras_moe._checks import unfit
 from keras_moe.cli._arguments import (
     Result,
     add_batch_size,
@@ -30,10 +31,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from keras_moe._types import KerasModel, Tensor
-    from keras_moe.evaluation.image_text import PairEmbeddings
+    from keras_moe._types import KerasModel
     from keras_moe.evaluation.zero_shot import ClassSubset
-    from keras_moe.models import CausalLM, ContrastiveModel, ImageClassifier, MoETask
+    from keras_moe.models import CausalLM, ContrastiveModel, ImageClassifier
 
 EXAMPLES = """\
 keras-moe evaluate runs/mumoe_digits
@@ -66,11 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Image-text models have retrieval and contrastive_accuracy on images with "
         "captions, zero_shot and few_shot on images with classes.",
     )
-    parser.add_argument(
-        "--hierarchy",
-        metavar="FILE.json",
-        help="The hierarchy of the labels, as in keras_moe.data.load.",
-    )
+    hierarchy = "The hierarchy of the labels, as in keras_moe.data.load."
+    parser.add_argument("--hierarchy", metavar="FILE.json", help=hierarchy)
     parser.add_argument(
         "--class-subset",
         choices=("imagenet_a", "imagenet_r"),
@@ -192,7 +189,10 @@ def evaluate_classifier(
     has_scores = bool({*metrics} & {*OF_HEADS})
     outputs: dict[str, Any] = {}
     if "few_shot" in metrics:
-        outputs["features"] = pooled_features(model)
+        # The symbolic features (N, D) that a head reads, or would read.
+        features = model.features
+        is_backbone = isinstance(features, dict)
+        outputs["features"] = features["pooled"] if is_backbone else features
     if has_scores:
         outputs["logits"] = model.output
         # Before the images are read: the classes may not fit.
@@ -237,12 +237,6 @@ def classifier_metrics(
         possible = (*OF_HEADS, "few_shot") if has_head else ("few_shot",)
         default = [name for name in possible if name != "average_precision"]
     return chosen_metrics(args, possible, default)
-
-
-def pooled_features(model: "MoETask") -> "Tensor":
-    """The symbolic features (N, D) that a head reads, or would read."""
-    features = model.features
-    return features["pooled"] if isinstance(features, dict) else features
 
 
 def model_classes(model: "ImageClassifier", examples: Examples) -> "np.ndarray":
@@ -304,7 +298,8 @@ def score_figures(
 
     figures = {}
     if "accuracy" in metrics:
-        figures["accuracy"] = accuracy(scores, labels)
+        right = scores.argmax(axis=-1) == labels
+        figures["accuracy"] = float(right.mean())
     if "average_precision" in metrics:
         is_one = labels.ndim == 1
         labels = labels[:, None] if is_one else labels
@@ -369,16 +364,12 @@ def zero_shot_prompts(examples: Examples, args: argparse.Namespace) -> Prompts:
         indices = subset.indices(own, count)
         return Prompts(names_in_subset(names, subset), templates, subset, indices)
     if not args.class_names and own is None:
-        raise ValueError(
-            "Expected --class-names for --metrics zero_shot; received: "
-            f"{examples.source!r}, whose classes have no names"
-        )
+        expected = "--class-names for --metrics zero_shot"
+        raise unfit(expected, f"{examples.source!r}, whose classes have no names")
     names = evaluation.read_class_names(args.class_names or own or ())
     if len(names) != count:
-        raise ValueError(
-            f"Expected names of the {count} classes of {examples.source!r}; received: "
-            f"{len(names)} names"
-        )
+        expected = f"names of the {count} classes of {examples.source!r}"
+        raise unfit(expected, f"{len(names)} names")
     return Prompts(names, templates)
 
 
@@ -391,14 +382,21 @@ def evaluate_pairs(
     shown: Callable,
 ) -> dict:
     evaluation = keras_moe.evaluation
-    shape, size, figures = model.backbone.image_shape, args.batch_size, {}
+    shape, size = model.backbone.image_shape, args.batch_size
+    figures: dict[str, Any] = {}
     if {*metrics} & {*OF_CAPTIONS}:
         batches = examples.pairs(
             shape, size, tokenizer=model.preprocessor, captions="all"
         )
         with keras_moe.data.reading_errors():
             pairs = evaluation.encode_pairs(model, shown(batches, examples.split), size)
-        figures = caption_figures(pairs, metrics, args.contrastive_batch)
+        figures["images"], figures["captions"] = len(pairs.images), len(pairs.texts)
+        if "retrieval" in metrics:
+            figures["retrieval"] = pairs.retrieval().figures()
+        if "contrastive_accuracy" in metrics:
+            size_of_batch = min(args.contrastive_batch, len(pairs.images))
+            own = pairs.contrastive_accuracy(size_of_batch).figures()
+            figures["contrastive_accuracy"] = {**own, "batch_size": size_of_batch}
     if not {*metrics} & {*OF_CLASSES}:
         return figures
     encoder = model.backbone.encoder("image")
@@ -415,39 +413,20 @@ def evaluate_pairs(
         classes = evaluation.encode_classes(
             model, prompts.class_names, prompts.templates, size
         )
-        figures["zero_shot"] = zero_shot_figures(*test, classes, prompts)
+        images, labels = test
+        if prompts.subset is not None:
+            labels = prompts.subset.labels(labels, prompts.indices)
+        result = evaluation.zero_shot(images, labels, classes)
+        figures["zero_shot"] = {
+            **result.figures(),
+            "images": len(images),
+            "classes": len(classes),
+            "per_class": result.per_class.tolist(),
+        }
     if "few_shot" in metrics:
         pool = features(examples.train_split)
         figures["few_shot"] = few_shot_figures(pool, test, args)
     return figures
-
-
-def caption_figures(
-    pairs: "PairEmbeddings", metrics: Sequence[str], contrastive_batch: int
-) -> dict:
-    figures: dict[str, Any] = {"images": len(pairs.images)}
-    figures["captions"] = len(pairs.texts)
-    if "retrieval" in metrics:
-        figures["retrieval"] = pairs.retrieval().figures()
-    if "contrastive_accuracy" in metrics:
-        size = min(contrastive_batch, len(pairs.images))
-        own = pairs.contrastive_accuracy(size).figures()
-        figures["contrastive_accuracy"] = {**own, "batch_size": size}
-    return figures
-
-
-def zero_shot_figures(
-    images: "np.ndarray", labels: "np.ndarray", classes: "np.ndarray", prompts: Prompts
-) -> dict:
-    if prompts.subset is not None:
-        labels = prompts.subset.labels(labels, prompts.indices)
-    result = keras_moe.evaluation.zero_shot(images, labels, classes)
-    return {
-        **result.figures(),
-        "images": len(images),
-        "classes": len(classes),
-        "per_class": result.per_class.tolist(),
-    }
 
 
 # Both
@@ -480,10 +459,6 @@ def predict(
         labels.append(np.asarray(batch_labels))
     whole = keras.tree.map_structure(lambda *parts: np.concatenate(parts), *outputs)
     return whole, np.concatenate(labels)
-
-
-def accuracy(logits: "np.ndarray", labels: "np.ndarray") -> float:
-    return float((logits.argmax(axis=-1) == labels).mean())
 
 
 def figures_table(values: dict) -> "Table":

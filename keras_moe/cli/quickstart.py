@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras_moe
+from keras_moe._checks import unfit
 from keras_moe.cli._arguments import Result, add_count, add_run, verbosity
 
 if TYPE_CHECKING:
@@ -50,9 +51,10 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
     test_data = keras_moe.data.load_digits("test", image_shape)
     train(model, args)
     _, accuracy = model.evaluate(*test_data, verbose=0)
-    few_shot = keras_moe.evaluation.few_shot_from_model(
-        keras.Model(model.input, model.features), train_data, test_data, shots=(10,)
-    )
+    features = keras.Model(model.input, model.features)
+    extract = keras_moe.evaluation.extract_features
+    pool, test = (extract(features, x) for x in (train_data, test_data))
+    few_shot = keras_moe.evaluation.few_shot(*pool, *test, shots=(10,))
     folder = args.output / "preset"
     save_and_load(model, folder, test_data[0])
     statistics = routing_statistics(folder, test_data[0])
@@ -141,10 +143,8 @@ def save_and_load(model: "ImageClassifier", folder: Path, images: "np.ndarray") 
     loaded = keras_moe.models.from_preset(str(folder))
     before, after = (x.predict(images, verbose=0) for x in (model, loaded))
     if not np.array_equal(before, after):
-        raise ValueError(
-            "Expected the loaded preset's predictions to be the saved model's; "
-            f"received: a difference of {np.abs(before - after).max():.2g}"
-        )
+        expected = "the loaded preset's predictions to be the saved model's"
+        raise unfit(expected, f"a difference of {np.abs(before - after).max():.2g}")
 
 
 def routing_statistics(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras_moe
+from keras_moe._checks import unfit
 from keras_moe.cli._arguments import (
     RESUMES,
     Result,
@@ -66,18 +67,11 @@ INTERRUPTED = RESUMES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe",
-        nargs="?",
-        metavar="RECIPE",
-        help="The recipe: a name, or a TOML or JSON file.",
-    )
+    recipe = "The recipe: a name, or a TOML or JSON file."
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=recipe)
     add_flag(parser, "--list", "List the recipes that ship with keras_moe.")
-    add_preset(
-        parser,
-        "--preset",
-        help="Another model than the recipe's, with its weights if it has any.",
-    )
+    preset = "Another model than the recipe's, with its weights if it has any."
+    add_preset(parser, "--preset", help=preset)
     add_data(parser, " The default is the data of the recipe.")
     add_overrides(parser)
     add_overrides(
@@ -106,11 +100,9 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
         "schedule.schedule_steps=N leaves its learning rates as they were."
     )
     add_flag(group, "--extend", extend)
+    branch_from = "The checkpoint of another run to begin with."
     group.add_argument(
-        "--branch-from",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="The checkpoint of another run to begin with.",
+        "--branch-from", type=Path, metavar="CHECKPOINT", help=branch_from
     )
     cooldown = "With --branch-from, the steps in which the learning rate falls."
     add_count(group, "--cooldown", cooldown)
@@ -118,11 +110,8 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
 
 def add_looks(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("evaluation during training")
-    group.add_argument(
-        "--wandb",
-        metavar="PROJECT",
-        help="Also log the run to this project of Weights & Biases.",
-    )
+    wandb = "Also log the run to this project of Weights & Biases."
+    group.add_argument("--wandb", metavar="PROJECT", help=wandb)
     for name, what, default in (
         ("--health-every", "looks at the routers", 1),
         ("--few-shot-every", "few-shot accuracies", 0),
@@ -131,11 +120,8 @@ def add_looks(parser: argparse.ArgumentParser) -> None:
         epochs = f"The number of epochs between {what}; 0 for none."
         add_count(group, name, epochs, default, 0)
     add_shots(group, None)
-    group.add_argument(
-        "--few-shot-data",
-        metavar="SOURCE",
-        help="Images with splits train and test for it; by default the recipe's.",
-    )
+    few_shot_data = "Images with splits train and test for it; by default the recipe's."
+    group.add_argument("--few-shot-data", metavar="SOURCE", help=few_shot_data)
     report = (
         "The number of test examples of a report on the routing at the end; its first "
         "picture goes into the model card. 0 for no report."
@@ -148,10 +134,8 @@ def run(args: argparse.Namespace, console: "Console") -> Result | None:
 
     begin = time.perf_counter()
     if args.list == bool(args.recipe):
-        raise ValueError(
-            f"Expected a recipe, or --list alone; received: recipe={args.recipe!r}, "
-            f"--list={args.list}"
-        )
+        expected = "a recipe, or --list alone"
+        raise unfit(expected, f"recipe={args.recipe!r}, --list={args.list}")
     if args.list:
         return listed()
     check_options(args)
@@ -211,10 +195,8 @@ def check_options(args: argparse.Namespace) -> None:
     if args.restart and args.extend:
         raise ValueError("Expected --restart or --extend; received: both")
     if (args.shots or args.few_shot_data) and not args.few_shot_every:
-        raise ValueError(
-            "Expected --few-shot-every with --shots and --few-shot-data; received: "
-            f"--few-shot-every {args.few_shot_every}"
-        )
+        expected = "--few-shot-every with --shots and --few-shot-data"
+        raise unfit(expected, f"--few-shot-every {args.few_shot_every}")
     if args.cooldown and not args.branch_from:
         raise ValueError("Expected --branch-from with --cooldown; received: none")
     if args.wandb is not None:
@@ -377,10 +359,8 @@ def new_few_shot(args: argparse.Namespace, recipe: "Recipe", model: "MoETask") -
         source = recipe.data.source
         splits = (recipe.data.train_split, recipe.data.test_split)
     if not isinstance(source, str):
-        raise ValueError(
-            "Expected --few-shot-data with --few-shot-every on a mixture of sources; "
-            f"received: {source}"
-        )
+        expected = "--few-shot-data with --few-shot-every on a mixture of sources"
+        raise unfit(expected, source)
     shape, folder = model.backbone.image_shape, args.data_dir
     pools = [
         keras_moe.data.load(source, split, shape, shuffle=False, data_dir=folder)
@@ -399,10 +379,8 @@ def new_retrieval(args: argparse.Namespace, recipe: "Recipe", model: "MoETask") 
     source, split, data_dir = config.evaluated_source, config.test_split, args.data_dir
     of_pairs = isinstance(objective, keras_moe.training.Contrastive)
     if not of_pairs or not has_captions(source, split, data_dir):
-        raise ValueError(
-            "Expected a recipe of pairs with captions of their own with "
-            f"--retrieval-every; received: {recipe.name} on {source!r}"
-        )
+        expected = "a recipe of pairs with captions of their own with --retrieval-every"
+        raise unfit(expected, f"{recipe.name} on {source!r}")
     options = config.test_pair_options(data_dir)
     pairs = keras_moe.data.load_pairs(
         source,

@@ -29,12 +29,8 @@ keras-moe upcycle runs/clip runs/sparse --settings clip_up --towers image"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_preset(
-        parser,
-        "source",
-        metavar="SOURCE",
-        help="The dense model: a folder, an hf:// handle or published weights.",
-    )
+    source = "The dense model: a folder, an hf:// handle or published weights."
+    add_preset(parser, "source", metavar="SOURCE", help=source)
     add_target(parser)
     parser.add_argument(
         "--num-experts",
@@ -49,36 +45,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LAYERS",
         help="The blocks that get experts: every_2, last_2, ... or a JSON list.",
     )
-    parser.add_argument(
-        "--router",
-        default="softmax_token_choice",
-        help="The name of the router, or mumoe.",
-    )
-    parser.add_argument(
-        "--noise",
-        type=float,
-        default=0.0,
-        help="The noise on the copies of the MLP, relative to its weights.",
-    )
-    parser.add_argument(
-        "--reinitialize",
-        type=float,
-        default=0.0,
-        help="The share of each expert's hidden units that is drawn again.",
-    )
+    router = "The name of the router, or mumoe."
+    parser.add_argument("--router", default="softmax_token_choice", help=router)
+    noise = "The noise on the copies of the MLP, relative to its weights."
+    parser.add_argument("--noise", type=float, default=0.0, help=noise)
+    reinitialize = "The share of each expert's hidden units that is drawn again."
+    parser.add_argument("--reinitialize", type=float, default=0.0, help=reinitialize)
     parser.add_argument(
         "--settings",
         metavar="NAME",
         help="Published settings, clip_up or moepp; by default those that keep the "
         "model's function.",
     )
-    parser.add_argument(
-        "--towers",
-        type=json_or_string,
-        metavar="TOWER",
-        help="The towers of an image-text model that get experts: image or text, or a "
-        "JSON dict with settings for each; by default both.",
+    towers = (
+        "The towers of an image-text model that get experts: image or text, or a "
+        "JSON dict with settings for each; by default both."
     )
+    parser.add_argument("--towers", type=json_or_string, metavar="TOWER", help=towers)
     add_overrides(parser, what="arguments of the MoE layers")
 
 

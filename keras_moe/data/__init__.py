@@ -20,7 +20,6 @@ from keras_moe.data.reading import reading_errors
 from keras_moe.data.record_writing import write_pair_tfrecords, write_tfrecords
 from keras_moe.data.selection import (
     ImageHashes,
-    excluded_examples,
     find_duplicates,
     find_unreadable,
     image_hashes,
@@ -39,7 +38,6 @@ __all__ = [
     "RandomResizedCrop",
     "class_names",
     "credit",
-    "excluded_examples",
     "find_duplicates",
     "find_unreadable",
     "image_hashes",

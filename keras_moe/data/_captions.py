@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe._checks import check_positive
+from keras_moe._checks import check_positive, unfit
 from keras_moe._templates import PLACE, fill, read_templates
 from keras_moe._types import Tensor
 from keras_moe.data._examples import (
@@ -123,11 +123,7 @@ def captioned(
     decode: Callable,
     location: Callable | None = None,
 ) -> IndexedExamples:
-    """Examples with captions in memory and images from `read`.
-
-    `faults` are those of images by index. With `location`, images are files of three
-    channels.
-    """
+    """Examples with captions in memory, images from `read` and faults by index."""
     checked, faults = [], dict(faults)
     for index, (name, several) in enumerate(zip(names, captions)):
         texts, fault = checked_captions(several)
@@ -149,16 +145,12 @@ def captioned_arrays(images: Any, captions: Sequence[Any]) -> IndexedExamples:
     """Examples from an array of images with one or more captions each."""
     images = np.asarray(images)
     if images.ndim != 4 or images.dtype != np.uint8 or images.shape[-1] not in (1, 3):
-        raise ValueError(
-            "Expected images of uint8 (images, height, width, 1 or 3); received: "
-            f"shape={images.shape}, dtype={images.dtype}"
-        )
+        expected = "images of uint8 (images, height, width, 1 or 3)"
+        raise unfit(expected, f"shape={images.shape}, dtype={images.dtype}")
     captions = [captions] if isinstance(captions, (str, bytes)) else captions
     if len(images) != len(captions):
-        raise ValueError(
-            "Expected a caption, or a sequence of captions, for each image; received: "
-            f"{len(images)} images, {len(captions)} captions"
-        )
+        expected = "a caption, or a sequence of captions, for each image"
+        raise unfit(expected, f"{len(images)} images, {len(captions)} captions")
     pixels = tf.constant(images)
     names = [f"image {index}" for index in range(len(images))]
     return captioned(captions, names, {}, lambda index: pixels[index], lambda x: x)
@@ -301,11 +293,8 @@ def _read_all(examples: Examples, read: Callable) -> list[Any]:
 def batch_sizes(
     sources: Mapping[str, float], batch_size: int, shards: int
 ) -> dict[str, int]:
-    """Divides a batch among the sources of a mixture by weight (LIMoE, appendix A.1).
-
-    If the weights do not divide a host's batch, the remaining pairs go to the largest
-    remainders, the first of equal ones.
-    """
+    """Divides a batch among sources by weight (LIMoE, appendix A.1)."""
+    # Remaining pairs go to the largest remainders, the first of equal ones.
     weights = {
         source: Fraction(check_positive(f"source[{source!r}]", weight))
         for source, weight in sources.items()
@@ -329,10 +318,8 @@ def mixed(datasets: list) -> Any:
     """Concatenates batches of several sources, in the order of the sources."""
     keys = {tuple(sorted(dataset.element_spec[1])) for dataset in datasets}
     if len(keys) > 1:
-        raise ValueError(
-            "Expected captions in all sources of a mixture, or stored tokens in all; "
-            f"received: {keys}"
-        )
+        expected = "captions in all sources of a mixture, or stored tokens in all"
+        raise unfit(expected, keys)
 
     def join(*batches):
         images = tf.concat([images for images, _ in batches], axis=0)

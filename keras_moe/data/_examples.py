@@ -50,12 +50,7 @@ class CaptionInfo(NamedTuple):
 
 @dataclasses.dataclass
 class Examples:
-    """The examples of a split: how to read each, and which are left.
-
-    An example is a dict of features: "image" as stored, with "label", or with
-    "captions" or stored tokens and ids (see `_captions.py`). Subclasses define the
-    order.
-    """
+    """The examples of a split, dicts of features; subclasses define the order."""
 
     count: int
     # From an item of `pass_over` to the features of an example.
@@ -113,19 +108,12 @@ class Examples:
     def pass_over(
         self, share: Share, seed: Tensor | None, start: Tensor | int, length: int | None
     ) -> Any:
-        """Dataset of (position, item): one pass of the host `share`.
-
-        A `seed` of None keeps the source's order; `length` is None for all examples.
-        """
+        """Dataset of (position, item): one pass of the host `share`, maybe shuffled."""
         raise NotImplementedError
 
 
 class IndexedExamples(Examples):
-    """Examples with random access by index: arrays in memory, or files.
-
-    The order is a permutation of all indices. Hosts read their rows of common batches,
-    so batches do not depend on the number of hosts.
-    """
+    """Examples with random access by index; batches do not depend on the hosts."""
 
     def pass_over(
         self, share: Share, seed: Tensor | None, start: Tensor | int, length: int | None
@@ -184,11 +172,7 @@ class RecordFile(NamedTuple):
 
 
 class RecordExamples(Examples):
-    """Examples in TFRecord files, which are read sequentially.
-
-    An item is (record, path, number); `read` maps a record and its location, a string,
-    to features.
-    """
+    """Examples in TFRecord files, read in sequence: (record, path, number)."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from keras_moe._checks import check_one_of
+from keras_moe._checks import check_one_of, unfit
 from keras_moe._files import read_bytes
 from keras_moe.data import _tfds
 from keras_moe.data._examples import Examples, in_memory
@@ -63,6 +63,4 @@ def _read_idx(path: Path) -> np.ndarray:
         shape = np.frombuffer(data[4:start], ">u4")
         return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
     except (EOFError, IndexError, ValueError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(
-            f"Expected a compressed IDX file; received: {path} ({error})"
-        ) from error
+        raise unfit("a compressed IDX file", f"{path} ({error})") from error

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from keras_moe._checks import check_one_of
+from keras_moe._checks import check_one_of, unfit
 from keras_moe._files import read_bytes
 from keras_moe.data._captions import CAPTION_NAMES, CaptionOptions, captioned
 from keras_moe.data._examples import Examples, IndexedExamples
@@ -114,8 +114,7 @@ def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExample
 
 
 def _class_folders(root: Path) -> dict[str, list[str] | None]:
-    """Returns the class folders of each split, or None if splits have a file of labels;
-    without splits, the class folders in ""."""
+    """Class folders by split, "" without splits; None if splits have a labels file."""
     found = {name: folders_with_images(root / name, root) for name in folders_in(root)}
     known = {name: own for name, own in found.items() if _SPLIT_NAME.fullmatch(name)}
     if listed := {name for name in found if (root / name / LABELS).is_file()}:
@@ -250,9 +249,7 @@ def open_captioned(path: str, split: str, options: CaptionOptions) -> Examples |
     if not names:
         return None
     if len(names) > 1:
-        raise ValueError(
-            f"Expected one file of captions in {folder}; received: {names}"
-        )
+        raise unfit(f"one file of captions in {folder}", names)
     captions, faults = _listed_captions(folder / names[0], root)
     named = [image for image in captions if image not in faults]
     there = files_listed((folder / image for image in named), root)
@@ -286,10 +283,8 @@ def _listed_captions(file: Path, root: Path) -> tuple[dict[str, list], dict[str,
             faults[line] = f"{line} names no image"
             captions[line] = []
         elif leads_outside(image):
-            raise ValueError(
-                f"Expected paths of images relative to the folder of {file}; "
-                f"received: {image!r} in line {number}"
-            )
+            expected = f"paths of images relative to the folder of {file}"
+            raise unfit(expected, f"{image!r} in line {number}")
         else:
             # "./a.png" is "a.png".
             image = PurePosixPath(image).as_posix()
@@ -308,20 +303,15 @@ def _csv_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any, str | Non
         columns: list[str | None] = list(rows.fieldnames or ())
         names = [*map(_first(columns), (_IMAGE_NAMES, CAPTION_NAMES))]
         if any(columns.count(name) != 1 for name in names):
-            raise ValueError(
-                f'Expected a column "image" and one "caption" in {file}; '
-                f"received: {columns}"
-            )
+            raise unfit(f'a column "image" and one "caption" in {file}', columns)
         for row in rows:
             fault = None
             if None in row:
                 fault = "has more fields than columns: a caption's comma needs quotes"
             yield rows.line_num, *map(row.get, names), fault
     except csv.Error as error:
-        raise ValueError(
-            f"Expected rows of a CSV file; received: {file}, line {rows.line_num} "
-            f"({error})"
-        ) from error
+        expected = "rows of a CSV file"
+        raise unfit(expected, f"{file}, line {rows.line_num} ({error})") from error
 
 
 def _json_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any, None]]:

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from keras_moe._checks import unfit
 from keras_moe._types import Tensor
 from keras_moe.data._examples import Examples, Share
 from keras_moe.data._packages import tf
@@ -258,7 +259,5 @@ def _to_channels(pixels, channels: int):
         return tf.repeat(pixels, channels, axis=-1)
     if (own, channels) == (3, 1):
         return tf.image.rgb_to_grayscale(pixels)
-    raise ValueError(
-        "Expected as many channels as the images have, or grey images, or one channel; "
-        f"received: image_shape with {channels} channels for images with {own}"
-    )
+    expected = "as many channels as the images have, or grey images, or one channel"
+    raise unfit(expected, f"image_shape with {channels} channels for images with {own}")

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from keras_moe._checks import check_one_of
+from keras_moe._checks import check_one_of, unfit
 from keras_moe._files import read_text
 from keras_moe.data._examples import RecordExamples, RecordFile, as_stored
 from keras_moe.data._files import (
@@ -96,10 +96,8 @@ def _documents(files, place):
                     found = True
                     yield text
     if not found:
-        raise ValueError(
-            f"Expected texts ({', '.join(_PLAIN)}, {_LINES}) in {place}; "
-            f"received: {len(files)} files without any"
-        )
+        expected = f"texts ({', '.join(_PLAIN)}, {_LINES}) in {place}"
+        raise unfit(expected, f"{len(files)} files without any")
     if others:
         warnings.warn(
             f"{len(others)} files in {place} are not among its texts, such as "
@@ -113,9 +111,7 @@ def _read(file):
         # The mark that some editors put first is no text.
         return read_text(file, encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"Expected text in UTF-8; received: {file}: {error}"
-        ) from error
+        raise unfit("text in UTF-8", f"{file}: {error}") from error
 
 
 def _lines(file):
@@ -126,10 +122,8 @@ def _lines(file):
             text = json.loads(line)["text"]
             text.encode()
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f'Expected an object with "text" in each line of {file}; received: '
-                f"line {number}: {line[:80]!r}"
-            ) from error
+            expected = f'an object with "text" in each line of {file}'
+            raise unfit(expected, f"line {number}: {line[:80]!r}") from error
         yield text
 
 

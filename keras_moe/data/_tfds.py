@@ -114,10 +114,8 @@ def _open_builder(name: str, data_dir: str | None) -> Any:
         ) from error
     except AssertionError as error:
         # Its message has the versions that exist.
-        raise ValueError(
-            f"Expected a version of TensorFlow Datasets; received: source='tfds:{name}'"
-            f" ({error})"
-        ) from error
+        expected = "a version of TensorFlow Datasets"
+        raise unfit(expected, f"source='tfds:{name}' ({error})") from error
 
 
 def _record_files(name: str, split: str, builder: Any) -> list[RecordFile]:
@@ -138,9 +136,7 @@ def _record_files(name: str, split: str, builder: Any) -> list[RecordFile]:
         builder.download_and_prepare()
     except AssertionError as error:
         # The data must be downloaded manually.
-        raise ValueError(
-            f"Expected tfds:{name} to be prepared; received: {error}"
-        ) from error
+        raise unfit(f"tfds:{name} to be prepared", error) from error
     if builder.info.file_format != tfds.core.FileFormat.TFRECORD:
         expected = f"tfds:{name} to be prepared in TFRecord files"
         raise unfit(expected, file_format=builder.info.file_format.value)

@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from keras_moe._checks import unfit
 from keras_moe.data._captions import CaptionOptions, captioned_records
 from keras_moe.data._examples import (
     Examples,
@@ -170,10 +171,8 @@ def _classes(settings: dict[str, Any], pattern: str) -> Classes:
     if isinstance(names, int):
         return Classes(names, None, most)
     if len({*names}) < len(names):
-        raise ValueError(
-            f"Expected each class once in {SIDECAR}; received: "
-            f"source='tfrecord:{pattern}' with {names!r:.100}"
-        )
+        expected = f"each class once in {SIDECAR}"
+        raise unfit(expected, f"source='tfrecord:{pattern}' with {names!r:.100}")
     return Classes(len(names), tuple(names), most)
 
 
@@ -192,10 +191,7 @@ def _split_files(
     ]
     files = [file for file in files if file.take]
     if not files:
-        raise ValueError(
-            f"Expected examples in tfrecord:{pattern}; "
-            f"received: split={split!r} without any"
-        )
+        raise unfit(f"examples in tfrecord:{pattern}", f"split={split!r} without any")
     return files
 
 
@@ -207,9 +203,7 @@ def _check_first(path: str, names: set[str]) -> None:
         try:
             features = tf.train.Example.FromString(record.numpy()).features.feature
         except DecodeError as error:
-            raise ValueError(
-                f"Expected records of tf.train.Example in {path}; received: {error}"
-            ) from error
+            raise unfit(f"records of tf.train.Example in {path}", error) from error
         if not names <= {*features}:
             raise ValueError(
                 f"Expected features {sorted(names)} in {path}, or their names under "

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_moe._checks import unfit
 from keras_moe._files import open_regular
 from keras_moe.data._captions import CAPTION_NAMES, CaptionOptions, captioned
 from keras_moe.data._examples import Examples
@@ -56,10 +57,8 @@ def open_captioned(pattern: str, split: str, options: CaptionOptions) -> Example
         examples += own
         file_of += [number] * len(own)
     if not examples:
-        raise ValueError(
-            f"Expected images with captions in webdataset:{pattern}; "
-            f"received: split={split!r} without any"
-        )
+        expected = f"images with captions in webdataset:{pattern}"
+        raise unfit(expected, f"split={split!r} without any")
     paths = tf.constant([os.fsencode(path) for path in files])
     file_of = tf.constant(file_of, "int64")
     bounds = tf.constant([example.image for example in examples], "int64")
@@ -139,10 +138,8 @@ def _read_index(path: Path, size: int, changed: int) -> list[_Example]:
             fault = f"{path} is cut off{last}, compressed or no tar file ({error})"
             faults = [_Example(str(path), fault=fault)]
         if bad is not None:
-            raise ValueError(
-                "Expected plain files with paths inside the archive; received: "
-                f"{bad!r} in {path}"
-            )
+            expected = "plain files with paths inside the archive"
+            raise unfit(expected, f"{bad!r} in {path}")
         examples = [
             _example(path, file, key, parts)
             for key, parts in members.items()

@@ -202,17 +202,7 @@ class RandomResizedCrop:
     def decode(
         self, encoded: Tensor, decode: Callable, channels: int, seed: Tensor
     ) -> Tensor:
-        """Crops an image file and decodes only the part that is needed.
-
-        Equals `self(decode(encoded), seed)`, float32 (height, width, channels), bit for
-        bit. Other files than upright JPEGs of up to three colours are decoded entirely.
-
-        Args:
-            encoded: bytes of a JPEG, PNG, GIF or BMP file.
-            decode: function from these to pixels (height, width, channels).
-            channels: number of channels that `decode` returns, 1 or 3.
-            seed: (2,) integers, seed of `tf.random.stateless_uniform`.
-        """
+        """As `self(decode(encoded), seed)`, decoding only what upright JPEGs need."""
 
         def part_of_jpeg():
             # The header has the size, which a draw needs.
@@ -318,9 +308,7 @@ def _build_step(item: Any, image_shape: tuple[int, int, int], seed: int) -> Step
     if isinstance(item, (str, dict)):
         item = _by_name(item, image_shape, seed)
     if not callable(item) or inspect.isclass(item):
-        raise ValueError(
-            f"Expected an augmentation's name, a layer or a function; received: {item}"
-        )
+        raise unfit("an augmentation's name, a layer or a function", item)
     is_layer = isinstance(item, keras.layers.Layer)
     mixes_labels = _mixes_labels(item)
     is_stateless = takes_seeds(item) if is_layer else has_argument(item, "seed")
@@ -354,11 +342,9 @@ def _mixes_labels(item: object) -> bool:
 def call_with_seed(
     layer: keras.layers.Layer, data: Structure, seed: Tensor | None
 ) -> Any:
-    """Calls a Keras layer in training mode with randomness from a seed tensor.
-
-    The layer's own generator is a variable that every call advances, so results would
-    depend on the number of earlier images, and parallel calls would race for it.
-    """
+    """Calls a Keras layer in training mode with randomness from a seed tensor."""
+    # The layer's own generator is a variable: results would depend on the number of
+    # earlier images, and parallel calls would race for it.
     options = {"training": True} if has_argument(layer.call, "training") else {}
     with contextlib.ExitStack() as replaced:
         if seed is not None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_moe._checks import unfit
 from keras_moe._files import write_json
 from keras_moe._types import Tensor
 from keras_moe.data._files import read_json
@@ -52,10 +53,8 @@ class LabelHierarchy:
         for name, above in self.parents.items():
             unknown = [other for other in (name, *above) if other not in number]
             if unknown:
-                raise ValueError(
-                    f"Expected names of the {len(number)} classes; received: "
-                    f"{unknown[0]!r} in parents[{name!r}]={above!r}"
-                )
+                expected = f"names of the {len(number)} classes"
+                raise unfit(expected, f"{unknown[0]!r} in parents[{name!r}]={above!r}")
         # Each class with its ancestors, which come before it in this order.
         closed: dict[str, set[int]] = {}
         graph = {name: self.parents.get(name, ()) for name in self.classes}
@@ -70,10 +69,8 @@ class LabelHierarchy:
         """Returns the class numbers `labels` with all their ancestors, sorted."""
         for label in labels:
             if not 0 <= label < len(self.classes):
-                raise ValueError(
-                    f"Expected labels in [0, {len(self.classes)}); "
-                    f"received: labels={list(labels)}"
-                )
+                expected = f"labels in [0, {len(self.classes)})"
+                raise unfit(expected, f"labels={list(labels)}")
         return sorted({above for label in labels for above in self._closed[label]})
 
     def table(self) -> np.ndarray:

@@ -25,12 +25,7 @@ from keras_moe.data._captions import (
 )
 from keras_moe.data._examples import Examples, IndexedExamples, Share, as_stored
 from keras_moe.data._packages import tf
-from keras_moe.data._pipeline import (
-    BatchSettings,
-    batches,
-    feature_batches,
-    no_targets,
-)
+from keras_moe.data._pipeline import BatchSettings, batches, feature_batches, no_targets
 from keras_moe.data.augmentation import build_steps
 from keras_moe.data.labels import Classes, make_labels
 from keras_moe.data.selection import UNREADABLE, left_out, without_captions
@@ -143,10 +138,8 @@ class PairOptions(_Options):
             return self.exclude
         exclude = self.exclude if len(self.exclude) else {}
         if not isinstance(exclude, Mapping) or {*exclude} - {*source}:
-            raise ValueError(
-                f"Expected exclude as a dict of the sources of a mixture, {[*source]}; "
-                f"received: exclude={self.exclude!r:.100}"
-            )
+            expected = f"exclude as a dict of the sources of a mixture, {[*source]}"
+            raise unfit(expected, f"exclude={self.exclude!r:.100}")
         return exclude.get(name, ())
 
 
@@ -205,45 +198,17 @@ def load(
     n batches; record files are read, but not decoded, up to there.
 
     Args:
-        source: name of the dataset:
-
-            - `"digits"`: scikit-learn's handwritten digits.
-            - `"emoji"`, or `"emoji:noto,size=32"`: OpenMoji's or Noto's drawings in
-              Unicode's subgroups; see `load_emoji`.
-            - `"fashion_mnist"`: from `data_dir`, the Debian package
-              `dataset-fashion-mnist`, or TensorFlow Datasets.
-            - `"tfds:NAME"`: a classification dataset of TensorFlow Datasets, downloaded
-              if it is not in `data_dir`.
-            - `"tfrecord:GLOB"`: TFRecord files, or a folder of them, with a
-              `dataset.json`; see `write_tfrecords`.
-            - `"folder:PATH"`: `PATH/split/class/name.png` (or jpg, bmp, gif, webp),
-              also in subfolders of a class; for several labels per image
-              `PATH/split/labels.json`, such as `{"name.png": ["cat", "animal"]}`. In
-              `PATH/class/name.png`, without splits, a fifth of each class is the split
-              `"test"`. Photos are turned upright, as their Exif says.
-        split: `"train"`, `"test"` or `"all"` of the digits and Fashion-MNIST; a split
-            of `load_emoji`; any split of TensorFlow Datasets, such as `"train[:90%]"`;
-            a word in the names of TFRecord files, such as
-            `train-00000-of-00008.tfrecord`; a folder.
+        source: `"digits"`, `"emoji"`, `"fashion_mnist"`, `"tfds:NAME"`,
+            `"tfrecord:GLOB"` or `"folder:PATH"`, such as `PATH/train/cat/1.png`; see
+            "Sources" in docs/data.md.
+        split: `"train"`, `"test"` or another split of the source, see there.
         image_shape: (height, width, channels) of the images.
         batch_size: number of images in a batch, over all shards.
-        augment: an augmentation, or a sequence applied in order:
-
-            - `"flip"`, `"random_resized_crop"`, `"randaugment"`, `"mixup"`, `"cutmix"`,
-              `"translation"` by up to a tenth, `"rotation"` by up to 0.03 turns.
-            - a dict of a name and options, such as `{"name": "mixup", "alpha": 0.5}`:
-              `alpha` of mixup; `factor` of cutmix, translation and rotation; `num_ops`
-              and `magnitude` of randaugment; `scale` and `ratio` of
-              random_resized_crop.
-            - a layer of Keras, or of KerasCV, which is no longer developed. All pixels
-              are in [0, 255].
-            - a function of TensorFlow images. An argument `seed` receives two integers
-              for `tf.random.stateless_*`. With an attribute `mixes_labels = True`, the
-              function maps a dict of "images" and one-hot "labels".
-
-            Steps before the first one that mixes labels see single images, the others
-            batches. KerasCV layers and functions without `seed` use their own random
-            state, and run sequentially.
+        augment: an augmentation, or a sequence applied in order: `"flip"`,
+            `"random_resized_crop"`, `"randaugment"`, `"mixup"`, `"cutmix"`,
+            `"translation"` or `"rotation"`; a dict of a name and options, such as
+            `{"name": "mixup", "alpha": 0.5}`; a layer of Keras or KerasCV; or a
+            function. See "Augmentation" in docs/data.md.
         shuffle: whether the order is random; None for splits that begin with "train".
         seed: seed of order and augmentation, but not of the splits.
         one_hot: whether labels are one-hot vectors, or 0-1 vectors with `multi_label`;
@@ -296,27 +261,14 @@ def load_pairs(
     Order, seeds, shards and resumption work as in `keras_moe.data.load`.
 
     Args:
-        source: pairs to load:
-
-            - `"emoji"`, or `"emoji:noto,language=de,size=72"`: pictures and names of
-              emoji, see `load_emoji`; by default OpenMoji, English, and the size of the
-              images.
-            - `"folder:PATH"`: images in `PATH/split`, with captions in `captions.csv`
-              (columns "image" and "caption") or `captions.jsonl` (an object
-              `{"image": "a.png", "caption": "a cat"}` per line).
-            - `"webdataset:GLOB"`: uncompressed tar files, or a folder of them, with
-              `0007.jpg` and `0007.txt`, or `0007.json` with a "caption".
-            - `"tfrecord:GLOB"`: files of `write_pair_tfrecords`, or others with a
-              `dataset.json` that names their features.
-            - `"tfds:NAME"`: a dataset of TensorFlow Datasets with captions.
-            - any source of `load`: class names become captions, by `templates`.
-            - a tuple of images in memory, uint8 (images, height, width, channels), and
-              captions: one or more strings per image.
-            - a dict from names to weights, such as `{"tfds:coco_captions": 3,
-              "emoji": 1}`: a mixture in which each batch has 3 pairs of the first
-              source for each pair of the second. Needs `repeat`.
-        split: split of the source; a word in the names of tar and record files. Tar
-            files named by numbers only are in every split. Ignored for arrays.
+        source: `"emoji"`, `"folder:PATH"`, `"webdataset:GLOB"`, `"tfrecord:GLOB"`,
+            `"tfds:NAME"`, or any source of `load`, whose class names become captions
+            by `templates`; see "Sources" in docs/data.md. Or a tuple of images in
+            memory, uint8 (images, height, width, channels), and captions, one or more
+            strings per image. Or a dict from names to weights, such as
+            `{"tfds:coco_captions": 3, "emoji": 1}`: a mixture in which each batch has
+            3 pairs of the first source for each pair of the second. Needs `repeat`.
+        split: split of the source, see there; ignored for arrays.
         image_shape: (height, width, channels) of the images.
         batch_size: number of pairs in a batch, over all shards.
         tokenizer: function from a string tensor (batch,) to a dict of `"token_ids"` and
@@ -377,10 +329,8 @@ def load_pairs(
 def _tokenized(dataset, tokenizer):
     """Returns (inputs, ids) of batches of images and texts."""
     if tokenizer is not None and "captions" not in dataset.element_spec[1]:
-        raise ValueError(
-            "Expected tokenizer=None with stored tokens; received: "
-            f"tokenizer={tokenizer!r:.100}"
-        )
+        expected = "tokenizer=None with stored tokens"
+        raise unfit(expected, f"tokenizer={tokenizer!r:.100}")
 
     def arranged(images, texts):
         texts = dict(texts)
@@ -555,18 +505,14 @@ def load_rows(
 def _in_memory_rows(rows, name):
     arrays = {key: np.asarray(value) for key, value in rows.items()}
     if len({len(array) for array in arrays.values()}) != 1:
-        raise ValueError(
-            "Expected rows as a dict of arrays of one length; received: "
-            f"{ {key: array.shape for key, array in arrays.items()} }"
-        )
+        expected = "rows as a dict of arrays of one length"
+        raise unfit(expected, {key: array.shape for key, array in arrays.items()})
     for key, array in arrays.items():
         if array.dtype.kind not in "biu" or (
             array.size and not -(2**31) <= array.min() <= array.max() < 2**31
         ):
-            raise ValueError(
-                f"Expected {key} to be integers of 32 bits; received: "
-                f"dtype={array.dtype}, up to {array.max(initial=0)}"
-            )
+            expected = f"{key} to be integers of 32 bits"
+            raise unfit(expected, f"dtype={array.dtype}, up to {array.max(initial=0)}")
     tensors = {key: tf.constant(array) for key, array in arrays.items()}
     return IndexedExamples(
         len(next(iter(arrays.values()))),

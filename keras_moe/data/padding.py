@@ -102,9 +102,7 @@ def _padded(x, y, sample_weight, batch_size, num_examples):
                 "Expected neither y nor sample_weight with a dataset, which has its own"
             )
         if x.cardinality() == tf.data.INFINITE_CARDINALITY:
-            raise ValueError(
-                "Expected a dataset with an end; received: one that repeats"
-            )
+            raise unfit("a dataset with an end", "one that repeats")
         if num_examples is None:
             sizes = x.map(lambda *batch: _size(batch))
             num_examples = int(sizes.reduce(np.int64(0), lambda x, size: x + size))

@@ -70,11 +70,7 @@ def attempt(function: Callable, item: Structure, otherwise: Callable) -> Any:
 def map_or_name(
     dataset: Any, count: Tensor | int, function: Callable, again: Callable
 ) -> Any:
-    """`dataset.map(function)`, parallel and in order, with errors that name files.
-
-    `count` must be finite, since all remaining elements are tried before an error;
-    `again(number)` is a dataset that begins with this element.
-    """
+    """`dataset.map(function)`, parallel and in order, with errors that name files."""
 
     def numbered(number, element):
         token = _with_names.set(False)

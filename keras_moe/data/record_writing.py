@@ -133,10 +133,7 @@ def write_pair_tfrecords(
         for number, (image, captions) in enumerate(pairs):
             captions, fault = checked_captions(captions)
             if fault is not None:
-                raise ValueError(
-                    f"Expected captions of each image; received: pair {number} has "
-                    f"{fault}"
-                )
+                raise unfit("captions of each image", f"pair {number} has {fault}")
             texts = {FEATURES["captions"]: [caption.encode() for caption in captions]}
             if tokenizer is not None:
                 tokens = tokenizer(list(captions))
@@ -171,10 +168,8 @@ def _write_split(
         before = {**before, "features": {**names, **before.get("features", {})}}
     for name in ("classes", "parents", "features"):
         if before and before.get(name) != settings.get(name):
-            raise ValueError(
-                f"Expected the {name} of {folder / SIDECAR}; "
-                f"received: {name}={settings.get(name)!r:.100}"
-            )
+            expected = f"the {name} of {folder / SIDECAR}"
+            raise unfit(expected, f"{name}={settings.get(name)!r:.100}")
     if not re.fullmatch(r"[A-Za-z0-9]+", split):
         raise unfit("a split of letters and digits", split=split)
     check_integer("num_files", num_files)

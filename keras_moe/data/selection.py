@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe._checks import check_integer, check_one_of
+from keras_moe._checks import check_integer, check_one_of, unfit
 from keras_moe._files import write_json
 from keras_moe.data._examples import Examples
 from keras_moe.data._files import read_json
@@ -77,27 +77,6 @@ def find_unreadable(source: str, split: str, data_dir: str | None = None) -> np.
     return np.array([index for index, _ in _unreadable(examples)], "int64")
 
 
-def excluded_examples(
-    source: str,
-    split: str,
-    data_dir: str | None = None,
-    exclude: Any = (),
-    unreadable: str = "raise",
-) -> np.ndarray:
-    """Returns the sorted indices that `load` leaves out, to pass as its `exclude`.
-
-    Args:
-        source: see `load` and `LoadOptions` for this and the other arguments.
-
-    Example:
-
-    >>> from keras_moe.data import excluded_examples
-    >>> excluded_examples("digits", "test", exclude=[7, 3]).tolist()
-    [3, 7]
-    """
-    return left_out(open_source(source, split, data_dir), split, exclude, unreadable)
-
-
 def left_out(
     examples: Examples, split: str, exclude: Any, unreadable: str
 ) -> np.ndarray:
@@ -138,10 +117,7 @@ def without_captions(
         f"or no usable caption: {'; '.join(info.faults[i] for i in faults[:5])}"
     )
     if unreadable == "raise" or len(faults) + len(indices) == count:
-        raise ValueError(
-            'Expected images with captions, or unreadable="exclude" with some; '
-            f"received: {message}"
-        )
+        raise unfit('images with captions, or unreadable="exclude" with some', message)
     warnings.warn(message, stacklevel=1)
     return np.union1d(indices, np.array(faults, "int64"))
 
@@ -162,10 +138,7 @@ def excluded_indices(exclude: Any, source: str, split: str, count: int) -> np.nd
         or not 0 < len(unique) < count
         or not 0 <= unique[0] <= unique[-1] < count
     ):
-        raise ValueError(
-            f"Expected indices of some of {count} examples; "
-            f"received: exclude={exclude!r:.100}"
-        )
+        raise unfit(f"indices of some of {count} examples", f"exclude={exclude!r:.100}")
     return unique.astype("int64")
 
 

@@ -113,20 +113,10 @@ def load_texts(source: str, split: str, data_dir: str | None = None) -> tuple[st
     """Loads the documents of a source of texts into memory.
 
     Args:
-        source: name of the texts:
-
-            - `"text:PATH"`: a folder, file or glob of `.txt`, `.md`, `.rst` and `.py`
-              files, a document each, and of `.jsonl` files with an object
-              `{"text": "..."}` per line. A folder may have folders `train`,
-              `validation` and so on for its splits.
-            - `"tfds:NAME"`: a dataset of TensorFlow Datasets with a feature `"text"`.
-            - `"tfrecord:GLOB"`: TFRecord files with a feature `"text"`, or another name
-              of `"text"` in `dataset.json`, for the split in their names.
-            - `"python_docs"`: docstrings of Python's standard library and the pages of
-              its language reference, as installed with Python (PSF-2.0).
-        split: for `text:` without folders of splits and for `python_docs` `"train"`,
-            `"validation"`, `"test"` or `"all"`. About a tenth of the documents each is
-            for validation and test, drawn by their contents (here by package).
+        source: `"text:PATH"`, `"tfds:NAME"`, `"tfrecord:GLOB"` or `"python_docs"`; see
+            "Texts" in docs/data.md.
+        split: `"train"`, `"validation"`, `"test"` or `"all"`, or one that the source
+            has itself.
         data_dir: folder of TensorFlow Datasets.
 
     Example:
@@ -138,10 +128,8 @@ def load_texts(source: str, split: str, data_dir: str | None = None) -> tuple[st
     open_texts, name = _find(source, "open_texts")
     texts = tuple(open_texts(name, split, data_dir))
     if not texts:
-        raise ValueError(
-            f"Expected documents in the split; received: none in source={source!r}, "
-            f"split={split!r}"
-        )
+        expected = "documents in the split"
+        raise unfit(expected, f"none in source={source!r}, split={split!r}")
     return texts
 
 

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import tomllib
+from pathlib import Path
 from typing import NamedTuple
 
 from keras_moe._checks import check_integer
@@ -9,10 +11,6 @@ from keras_moe._checks import check_integer
 # Chips along a dimension that wraps around, by the number of dimensions.
 RING = {1: 4, 2: 16, 3: 4}
 GIB = 2**30
-# Shapes of topologies: chips along each dimension, or hosts and GPUs of a host.
-FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
-HOSTS = ("1", "2", "4", "8", "2x8", "4x8", "8x8")
 
 
 class Chip(NamedTuple):
@@ -28,7 +26,8 @@ class Chip(NamedTuple):
         torus: dimensions of the torus of links; 0 for a switch that connects all chips.
         source: where the figures are published.
         generation: the compiler's name of the chip; None without a compiler.
-        shapes: shapes of topologies that `compiled_costs` knows.
+        shapes: topologies that `compiled_costs` knows: chips along each dimension, or
+            hosts and GPUs of a host.
         capacity: bytes that the compiler fills on a device, which may be half a chip.
         flops_per_cycle: FLOPs of a device in a cycle of its matrix units; None for
             GPUs, whose compiler counts no cycles.
@@ -92,56 +91,12 @@ def torus_sides(num_devices: int, dimensions: int) -> tuple[int, ...]:
     return min((tuple(sorted(x)) for x in tori), key=lambda x: x[::-1])
 
 
-CHIPS = {
-    chip.name: chip
-    for chip in (
-        Chip(
-            "tpu_v4", 275e12, 32 * GIB, 1200e9, 6, 50e9, 3,
-            "Jouppi et al., TPU v4, Table 4: 275 TFLOP/s, 32 GiB, 1200 GB/s, 6 links "
-            "of 50 GB/s", "v4", CUBES, 30.75 * GIB, 2**18,
-        ),
-        Chip(
-            # 1600 Gbit/s over four links.
-            "tpu_v5e", 197e12, 16 * GIB, 819e9, 4, 50e9, 2,
-            "Google Cloud, TPU v5e: 197 TFLOP/s, 16 GiB, 819 GB/s, 1600 Gbit/s",
-            "v5e", FLAT, 15.75 * GIB, 2**17,
-        ),
-        Chip(
-            # 4800 Gbit/s over six links.
-            "tpu_v5p", 459e12, 95 * GIB, 2765e9, 6, 100e9, 3,
-            "Google Cloud, TPU v5p: 459 TFLOP/s, 95 GiB, 2765 GB/s, 4800 Gbit/s",
-            "v5p", ("1x1x1", *CUBES), 95.73 * GIB, 2**18,
-        ),
-        Chip(
-            # 800 GB/s over four links, both directions counted.
-            "tpu_v6e", 918e12, 32 * GIB, 1638e9, 4, 100e9, 2,
-            "Google Cloud, TPU v6e: 918 TFLOP/s, 32 GiB, 1638 GB/s, 800 GB/s",
-            "v6e", FLAT, 31.24 * GIB, 2**19,
-        ),
-        Chip(
-            # 1200 GB/s over six links, both directions counted. Two devices.
-            "tpu_7x", 2307e12, 192 * GIB, 7380e9, 6, 100e9, 3,
-            "Google Cloud, TPU7x: 2307 TFLOP/s, 192 GiB, 7380 GB/s, 1200 GB/s",
-            "tpu7x", CUBES, 94.74 * GIB, 2**19,
-        ),
-        Chip(
-            # The data sheets count sparse operations and both link directions.
-            "h100", 989.5e12, 80e9, 3350e9, 18, 25e9, 0,
-            "NVIDIA H100 data sheet, SXM: 1979 TFLOP/s with sparsity, 80 GB, "
-            "3.35 TB/s, NVLink 900 GB/s in both directions",
-        ),
-        Chip(
-            # The data sheet says 141 GB, and XLA (h200.txtpb) 141 GiB.
-            "h200", 989.5e12, 141e9, 4800e9, 18, 25e9, 0,
-            "NVIDIA H200 data sheet, SXM: 1979 TFLOP/s with sparsity, 141 GB, "
-            "4.8 TB/s, NVLink 900 GB/s in both directions", "h200", HOSTS, 141.0 * GIB,
-        ),
-        Chip(
-            "b200", 2250e12, 180e9, 8000e9, 18, 50e9, 0,
-            "NVIDIA HGX B200 data sheet: 4.5 PFLOP/s with sparsity, 180 GB, 8 TB/s, "
-            "NVLink 1.8 TB/s in both directions",
-        ),
-    )
-}  # fmt: skip
+def _read_chips():
+    tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+    shapes = {name: tuple(table.pop("shapes", ())) for name, table in tables.items()}
+    return {name: Chip(name, shapes=shapes[name], **x) for name, x in tables.items()}
+
+
+CHIPS = _read_chips()
 # Those with a compiler, by its name of the chip.
 GENERATIONS = {chip.generation: chip for chip in CHIPS.values() if chip.generation}

@@ -357,10 +357,8 @@ def _abstract(source, step, overrides):
         backbone = blueprint.backbone
         task = None if own is not None else registry.task_class(backbone)
         if task is None:
-            raise ValueError(
-                f"Expected a task, such as an ImageClassifier, for step={step!r}; "
-                f"received: a {backbone.__name__}"
-            )
+            expected = f"a task, such as an ImageClassifier, for step={step!r}"
+            raise unfit(expected, f"a {backbone.__name__}")
         # Once more, as the first task of the backbone.
         options["task"] = task.task_name
         if "num_classes" in argument_names(task):

@@ -13,12 +13,7 @@ from rich.table import Table
 
 from keras_moe._checks import check_integer, check_one_of, check_positive, unfit
 from keras_moe.distribution.chips import CHIPS, Chip
-from keras_moe.distribution.layouts import (
-    BATCH,
-    MODEL,
-    layouts_of_blocks,
-    split_parts,
-)
+from keras_moe.distribution.layouts import BATCH, MODEL, layouts_of_blocks, split_parts
 from keras_moe.models.loading.blueprint import resolve
 from keras_moe.ops.cost import under
 
@@ -244,14 +239,17 @@ def costs(
         towers, model = blueprint.unbuilt_towers(), blueprint.describe()
     check_integer("text_tokens", text_tokens, minimum=0)
     if text_tokens and model.example != "image":
-        raise ValueError(
-            "Expected text_tokens=0 for a model that has its own texts; received: "
-            f"text_tokens={text_tokens}"
-        )
+        expected = "text_tokens=0 for a model that has its own texts"
+        raise unfit(expected, f"text_tokens={text_tokens}")
     texts = (text_tokens,) if text_tokens else ()
-    blocks = [(tower, block) for tower in towers for block in tower.blocks]
+    # Blocks with the lengths of their sequences, those of each member of an ensemble.
+    blocks = [
+        (tower, block, members * tower.sequences)
+        for tower in towers
+        for block, members in zip(tower.blocks, tower.members)
+    ]
     layouts = layouts_of_blocks(
-        [block for _, block in blocks],
+        [block for _, block, _ in blocks],
         num_devices,
         expert_parallel,
         model_parallel,
@@ -263,19 +261,19 @@ def costs(
             block,
             batch_size // layouts.mesh[BATCH],
             batch_size,
-            (*tower.sequences, *texts),
-            sum(tower.sequences),
+            (*sequences, *texts),
+            sum(sequences),
             tower.hidden_dim,
             model_parallel,
             itemsize,
         )
-        for tower, block in blocks
+        for tower, block, sequences in blocks
     ]
-    rematerialize = any(block.rematerialize for _, block in blocks)
+    rematerialize = any(block.rematerialize for _, block, _ in blocks)
     weights = _device_weights(towers, model, layouts, OPTIMIZERS[optimizer], itemsize)
     memory = _memory(weights, optimizer, shares, rematerialize, on_tpus)
     traffic = _traffic(shares, weights, model_parallel, rematerialize)
-    flops = _flops(towers, model, texts, rematerialize) * batch_size / num_devices
+    flops = _flops(blocks, model, texts, rematerialize) * batch_size / num_devices
     rates = dict.fromkeys(traffic, chip.bandwidth)
     rates[ALL_TO_ALL] = chip.all_to_all_bandwidth(weights.expert_devices, num_devices)
     seconds = {
@@ -340,17 +338,13 @@ def _traffic(shares, weights, model_parallel, rematerialize):
     }
 
 
-def _flops(towers, model, texts, rematerialize):
+def _flops(blocks, model, texts, rematerialize):
     """FLOPs of a training step for one image and its texts."""
     block_flops = described_flops = 0
-    for tower in towers:
-        for block in tower.blocks:
-            flops = [
-                block.cost((n, tower.hidden_dim)).flops
-                for n in (*tower.sequences, *texts)
-            ]
-            block_flops += sum(flops)
-            described_flops += sum(flops[: len(tower.sequences)])
+    for tower, block, sequences in blocks:
+        flops = [block.cost((n, tower.hidden_dim)).flops for n in (*sequences, *texts)]
+        block_flops += sum(flops)
+        described_flops += sum(flops[: len(sequences)])
     other_flops = sum(part.flops for part in model.parts) - described_flops
     # Backward costs twice the forward pass; rematerialised blocks run forward again.
     return 3 * other_flops + (4 if rematerialize else 3) * block_flops
@@ -409,10 +403,7 @@ def _factored(shape):
 
 
 class _BlockShare(NamedTuple):
-    """A block and a device's share of the batch.
-
-    `grouped` is the image's part of `sequences`, the unit of group sizes.
-    """
+    """A block and a device's share of the batch; `grouped` is the image's sequences."""
 
     block: keras.layers.Layer
     examples: int

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from keras_moe._checks import check_integer
+from keras_moe._checks import check_integer, unfit
 from keras_moe.layers import MLP, Attention, MoE
 from keras_moe.models.loading.blueprint import resolve
 
@@ -122,10 +122,8 @@ def layouts_of_blocks(
     num_devices = check_integer("num_devices", num_devices)
     model_parallel = check_integer("model_parallel", model_parallel)
     if num_devices % model_parallel:
-        raise ValueError(
-            f"Expected model_parallel to divide the {num_devices} devices; "
-            f"received: model_parallel={model_parallel}"
-        )
+        expected = f"model_parallel to divide the {num_devices} devices"
+        raise unfit(expected, f"model_parallel={model_parallel}")
     batch_devices = num_devices // model_parallel
     parts = [part for block in blocks for part in split_parts(block)]
     if batch_size is not None and check_integer("batch_size", batch_size) % (
@@ -207,20 +205,16 @@ def _expert_devices(expert_parallel, batch_devices, experts):
 
 def _check_model_parallel(model_parallel, parts):
     if model_parallel > 1 and not parts:
-        raise ValueError(
-            "Expected model_parallel=1 for a model without weights to split; "
-            f"received: model_parallel={model_parallel}"
-        )
+        expected = "model_parallel=1 for a model without weights to split"
+        raise unfit(expected, f"model_parallel={model_parallel}")
     for kind, part in parts:
         name = "mlp_dim"
         if kind == "attention":
             grouped = part.num_key_value_heads < part.num_heads
             name = "num_key_value_heads" if grouped else "num_heads"
         if (size := getattr(part, name)) % model_parallel:
-            raise ValueError(
-                f"Expected model_parallel to divide {name} of the {kind}; received: "
-                f"model_parallel={model_parallel}, {name}={size}"
-            )
+            expected = f"model_parallel to divide {name} of the {kind}"
+            raise unfit(expected, f"model_parallel={model_parallel}, {name}={size}")
 
 
 def _on_mesh(table, names, keep_whole=False):

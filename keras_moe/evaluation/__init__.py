@@ -13,10 +13,9 @@ from keras_moe.evaluation.confidence import (
 )
 from keras_moe.evaluation.few_shot import (
     FewShotResult,
+    extract_features,
     few_shot,
-    few_shot_from_model,
     linear_probe,
-    linear_probe_from_model,
 )
 from keras_moe.evaluation.image_text import (
     PairEmbeddings,
@@ -34,7 +33,6 @@ from keras_moe.evaluation.language import (
 from keras_moe.evaluation.nearest_neighbours import (
     NearestNeighboursResult,
     nearest_neighbours,
-    nearest_neighbours_from_model,
 )
 from keras_moe.evaluation.retrieval import (
     ContrastiveAccuracyResult,
@@ -42,11 +40,7 @@ from keras_moe.evaluation.retrieval import (
     contrastive_accuracy,
     retrieval,
 )
-from keras_moe.evaluation.segmentation import (
-    SegmentationResult,
-    segmentation_probe,
-    segmentation_probe_from_model,
-)
+from keras_moe.evaluation.segmentation import SegmentationResult, segmentation_probe
 from keras_moe.evaluation.zero_shot import (
     TEMPLATES,
     ClassSubset,
@@ -79,16 +73,14 @@ __all__ = [
     "contrastive_accuracy",
     "encode_classes",
     "encode_pairs",
+    "extract_features",
     "few_shot",
-    "few_shot_from_model",
     "linear_probe",
-    "linear_probe_from_model",
     "lm_eval_model",
     "mean_average_precision",
     "mteb_model",
     "multiple_choice",
     "nearest_neighbours",
-    "nearest_neighbours_from_model",
     "out_of_distribution",
     "precision_at_1",
     "prompts",
@@ -97,7 +89,6 @@ __all__ = [
     "read_templates",
     "retrieval",
     "segmentation_probe",
-    "segmentation_probe_from_model",
     "zero_shot",
     "zero_shot_from_model",
 ]

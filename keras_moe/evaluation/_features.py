@@ -1,13 +1,10 @@
-"""Features (N, F) of N examples: validation, and extraction from a model."""
-
-from collections.abc import Callable
+"""Checks of features (N, F) and labels of N examples."""
 
 import keras
 import numpy as np
 from numpy.typing import ArrayLike
 
-from keras_moe._batches import read_batches
-from keras_moe._processes import predict_batch
+from keras_moe._checks import unfit
 
 # Number of indices that an error lists.
 NAMED = 5
@@ -29,10 +26,8 @@ def check_matrix(name: str, array: ArrayLike, dim: int | None = None) -> np.ndar
     is_real = array.dtype.kind in "fiubV"
     fits = array.ndim == 2 and array.size and dim in (None, array.shape[1])
     if not is_real or not fits:
-        raise ValueError(
-            f"Expected {name}, real numbers of shape (examples, {dim or 'dim'}); "
-            f"received: shape={array.shape}, dtype={array.dtype}"
-        )
+        expected = f"{name}, real numbers of shape (examples, {dim or 'dim'})"
+        raise unfit(expected, f"shape={array.shape}, dtype={array.dtype}")
     return array
 
 
@@ -70,37 +65,3 @@ def check_labels(
             f"{outside.size} out of range in all"
         )
     return labels.astype("int64")
-
-
-def extract_features(
-    name: str, model: Callable, data: object, batch_size: int, verbose: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Features (N, F) and labels of all batches, equal in all processes."""
-    features, labels = extract_outputs(name, model, data, batch_size, verbose)
-    return check_features(f"features of {name}", features), labels
-
-
-def extract_outputs(
-    name: str, model: Callable, data: object, batch_size: int, verbose: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """A model's outputs of any shape, and labels."""
-    batches, num_batches = read_batches(data, batch_size, name)
-    progress = keras.utils.Progbar(num_batches, verbose=verbose, unit_name="batch")
-    features, labels, size = [], [], 0
-    for images, batch_labels in batches:
-        # The tensors of tf.data may belong to another backend.
-        images = to_numpy(images)
-        # A model's prediction step is compiled; calling the model is not.
-        if isinstance(model, keras.Model):
-            size = max(size, len(images))
-            output = predict_batch(model, images, size)
-        else:
-            output = model(images)
-        features.append(to_numpy(output))
-        labels.append(to_numpy(batch_labels))
-        progress.update(len(labels))
-    if not labels:
-        raise ValueError(f"Expected at least one image in {name}; received: none")
-    if num_batches is None:
-        progress.update(len(labels), finalize=True)
-    return np.concatenate(features), np.concatenate(labels)

@@ -7,6 +7,8 @@ Labels are 0-1 vectors (N, C), or class numbers (N, L) padded with -1 if
 import numpy as np
 from numpy.typing import ArrayLike
 
+from keras_moe._checks import unfit
+
 
 def precision_at_1(
     labels: ArrayLike,
@@ -126,10 +128,7 @@ def _checked(labels, scores, weight=None, sparse_labels=False):
             f"weights {weight[~is_weight]}"
         )
     if not weight.any():
-        raise ValueError(
-            "Expected examples of positive weight; received: none of "
-            f"{len(weight)} examples"
-        )
+        raise unfit("examples of positive weight", f"none of {len(weight)} examples")
     highest = scores.shape[1] - 1 if sparse_labels else 1
     is_bad = ~np.isin(labels, np.arange(-1 if sparse_labels else 0, highest + 1))
     if is_bad.any():

@@ -9,17 +9,15 @@ Axes: N examples, F feature dim, C classes, L values of l2, k shots per class, R
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import keras
 import numpy as np
 from numpy.typing import ArrayLike
 
-from keras_moe._checks import check_integer
+from keras_moe._batches import read_batches
+from keras_moe._checks import check_integer, unfit
+from keras_moe._processes import predict_batch
 from keras_moe._types import Config, KerasModel
-from keras_moe.evaluation._features import (
-    check_features,
-    check_labels,
-    extract_features,
-    to_numpy,
-)
+from keras_moe.evaluation._features import check_features, check_labels, to_numpy
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -81,10 +79,8 @@ def sample_shots(
     shots = check_integer("shots", shots)
     counts = np.bincount(labels, minlength=num_classes)
     if counts.min() < shots:
-        raise ValueError(
-            f"Expected at least shots={shots} examples of every class; received: "
-            f"{counts.min()} of class {counts.argmin()}"
-        )
+        expected = f"at least shots={shots} examples of every class"
+        raise unfit(expected, f"{counts.min()} of class {counts.argmin()}")
     rng = np.random.default_rng(seed)
     # All examples are permuted, whatever k is, so that draws of one seed are nested (1
     # shot within 5), as in V-MoE's evaluator.
@@ -129,7 +125,6 @@ def few_shot(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.evaluation import few_shot
     >>> labels = np.arange(40) % 2
     >>> features = np.random.default_rng(0).normal(size=(40, 3)) + 9 * labels[:, None]
@@ -164,43 +159,51 @@ def few_shot(
     return FewShotResult(accuracies, shots, seeds, penalties, chosen, mean, std)
 
 
-def few_shot_from_model(
-    model: KerasModel | Callable,
-    train_data: object,
-    test_data: object,
-    shots: Sequence[int] = SHOTS,
-    l2s: ArrayLike = L2S,
-    seeds: Sequence[int] = SEEDS,
-    num_classes: int | None = None,
-    batch_size: int = 64,
-    verbose: int = 1,
-) -> FewShotResult:
-    """Few-shot accuracy of the features that a model extracts; see `few_shot`.
+def extract_features(
+    model: KerasModel | Callable, data: object, batch_size: int = 64, verbose: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """Features of images by a model, and the labels, for `few_shot` and its like.
 
     Args:
-        model: `keras.Model` or callable, from images to features (batch, F).
-        train_data: arrays (images, integer labels), or an iterable of such batches,
-            which is read once.
-        test_data: test set, in the same form.
-        shots, l2s, seeds, num_classes: as in `few_shot`.
+        model: `keras.Model` or callable, from images to features (batch, ...).
+        data: arrays (images, labels), or an iterable of such batches, which is read
+            once. Labels are classes (N,), or for segmentation masks of one size.
         batch_size: images per batch of arrays.
-        verbose: 1 for progress bars, 2 for one line per set, 0 for nothing.
+        verbose: 1 for a progress bar, 2 for one line, 0 for nothing.
+
+    Returns: features (N, ...) and labels of all images, equal in all processes.
 
     Example:
 
-    >>> import numpy as np
-    >>> from keras_moe.evaluation import few_shot_from_model
+    >>> from keras_moe.evaluation import extract_features, few_shot
     >>> labels = np.arange(20) % 2
     >>> images = np.ones((20, 4, 4, 1)) * (labels * 2 - 1)[:, None, None, None]
-    >>> data = (images.astype("float32"), labels)
     >>> brightness = lambda images: images.mean(axis=(1, 2))
-    >>> few_shot_from_model(brightness, data, data, shots=(1,), verbose=0).mean
+    >>> data = extract_features(brightness, (images, labels), verbose=0)
+    >>> few_shot(*data, *data, shots=(1,)).mean
     array([1.])
     """
     batch_size = check_integer("batch_size", batch_size)
-    train = extract_features("train_data", model, train_data, batch_size, verbose)
-    test = extract_features("test_data", model, test_data, batch_size, verbose)
-    return few_shot(*train, *test, shots, l2s, seeds, num_classes)
+    batches, num_batches = read_batches(data, batch_size, "data")
+    progress = keras.utils.Progbar(num_batches, verbose=verbose, unit_name="batch")
+    features, labels, size = [], [], 0
+    for images, batch_labels in batches:
+        # The tensors of tf.data may belong to another backend.
+        images: Any = keras.tree.map_structure(to_numpy, images)
+        # A model's prediction step is compiled; calling the model is not.
+        if isinstance(model, keras.Model):
+            size = max(size, len(keras.tree.flatten(images)[0]))
+            output = predict_batch(model, images, size)
+        else:
+            output = model(images)
+        features.append(to_numpy(output))
+        labels.append(to_numpy(batch_labels))
+        progress.update(len(labels))
+    if not labels:
+        raise ValueError("Expected at least one image; received: none")
+    if num_batches is None:
+        progress.update(len(labels), finalize=True)
+    return np.concatenate(features), np.concatenate(labels)
 
 
 def linear_probe(
@@ -223,7 +226,6 @@ def linear_probe(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.evaluation import linear_probe
     >>> labels = np.arange(40) % 2
     >>> features = np.random.default_rng(0).normal(size=(40, 3)) + 9 * labels[:, None]
@@ -233,9 +235,7 @@ def linear_probe(
     features, l2s = check_features("train_features", train_features), check_l2s(l2s)
     labels = check_labels("train_labels", train_labels, len(features))
     if len(labels) < 2:
-        raise ValueError(
-            f"Expected at least 2 training examples; received: {len(labels)}"
-        )
+        raise unfit("at least 2 training examples", len(labels))
     if num_classes is None:
         num_classes = int(max(labels.max(), to_numpy(test_labels).max())) + 1
     order = np.random.default_rng(0).permutation(len(labels))
@@ -259,37 +259,6 @@ def chosen_l2(
     return float(best[len(best) // 2])
 
 
-def linear_probe_from_model(
-    model: KerasModel | Callable,
-    train_data: object,
-    test_data: object,
-    batch_size: int = 64,
-    verbose: int = 1,
-    **options: Any,
-) -> float:
-    """Linear probe of the features that a model extracts; see `linear_probe`.
-
-    Args:
-        model, train_data, test_data, batch_size, verbose: as in `few_shot_from_model`.
-        **options: `l2s` and `num_classes` of `linear_probe`.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.evaluation import linear_probe_from_model
-    >>> labels = np.arange(20) % 2
-    >>> images = np.ones((20, 4, 4, 1)) * (labels * 2 - 1)[:, None, None, None]
-    >>> data = (images.astype("float32"), labels)
-    >>> brightness = lambda images: images.mean(axis=(1, 2))
-    >>> linear_probe_from_model(brightness, data, data, verbose=0)
-    1.0
-    """
-    batch_size = check_integer("batch_size", batch_size)
-    train = extract_features("train_data", model, train_data, batch_size, verbose)
-    test = extract_features("test_data", model, test_data, batch_size, verbose)
-    return linear_probe(*train, *test, **options)
-
-
 # Ridge regression
 
 
@@ -310,8 +279,8 @@ def ridge_regression(
     train_features: ArrayLike, train_labels: ArrayLike, num_classes: int, l2: float
 ) -> RidgeClassifier:
     """Fits the linear classifier in closed form, in float64."""
-    fit = _decompose(train_features, train_labels, num_classes)
-    return RidgeClassifier(fit.mean, fit.std, fit.left @ (fit.right / (fit.eigs + l2)))
+    mean, std, left, eigs, right = _decompose(train_features, train_labels, num_classes)
+    return RidgeClassifier(mean, std, left @ (right / (eigs + l2)))
 
 
 def few_shot_accuracies(
@@ -324,8 +293,8 @@ def few_shot_accuracies(
 ) -> np.ndarray:
     """Returns test accuracies (L,) of ridge regression on all training examples."""
     l2s = check_l2s(l2s)
-    fit = _decompose(train_features, train_labels, num_classes)
-    test_features = check_features("test_features", test_features, fit.mean.size)
+    mean, std, left, eigs, right = _decompose(train_features, train_labels, num_classes)
+    test_features = check_features("test_features", test_features, mean.size)
     test_labels = check_labels(
         "test_labels", test_labels, len(test_features), num_classes
     )
@@ -333,26 +302,18 @@ def few_shot_accuracies(
     for start in range(0, len(test_features), _CHUNK):
         labels = test_labels[start : start + _CHUNK]
         chunk = test_features[start : start + _CHUNK]
-        rows = _standardise(chunk, fit.mean, fit.std) @ fit.left
+        rows = _standardise(chunk, mean, std) @ left
         for i, l2 in enumerate(l2s):
-            scores = rows @ (fit.right / (fit.eigs + l2))
+            scores = rows @ (right / (eigs + l2))
             correct[i] += (scores.argmax(axis=1) == labels).sum()
     return correct / len(test_features)
 
 
-class _Decomposition(NamedTuple):
-    """The ridge regressions of all l2: their weights are left (right / (eigs + l2))."""
-
-    mean: np.ndarray  # (F,)
-    std: np.ndarray  # (F,)
-    left: np.ndarray  # (F + 1, R)
-    eigs: np.ndarray  # (R, 1)
-    right: np.ndarray  # (R, C)
-
-
-def _decompose(features, labels, num_classes) -> _Decomposition:
+def _decompose(features, labels, num_classes):
+    """Mean, std (F,), left (F + 1, R), eigs (R, 1) and right (R, C), for all l2."""
     # With X = [(features - mean) / (std + 1e-5), 100] and targets Y, 1 for the label's
-    # class and -1 elsewhere, the weights are (X^T X + l2 I)^-1 X^T Y.
+    # class and -1 elsewhere, the weights are (X^T X + l2 I)^-1 X^T Y, which is
+    # left (right / (eigs + l2)).
     features = check_features("train_features", features)
     labels = check_labels("train_labels", labels, len(features), num_classes)
     mean, std = features.mean(axis=0), features.std(axis=0) + STD_EPSILON
@@ -367,7 +328,7 @@ def _decompose(features, labels, num_classes) -> _Decomposition:
         left = x.T @ vectors
         right = _targets_product(vectors, labels, num_classes)
     # Rounding may make zero eigenvalues negative.
-    return _Decomposition(mean, std, left, np.maximum(eigs, 0.0)[:, None], right)
+    return mean, std, left, np.maximum(eigs, 0.0)[:, None], right
 
 
 def _targets_product(

@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from keras_moe._batches import read_iterable
-from keras_moe._checks import check_integer, import_extra
+from keras_moe._checks import check_integer, import_extra, unfit
 from keras_moe._templates import Template
-from keras_moe.evaluation._features import extract_features, to_numpy
+from keras_moe.evaluation._features import to_numpy
+from keras_moe.evaluation.few_shot import extract_features
 from keras_moe.evaluation.retrieval import (
     BATCH_SIZE,
     CHUNK_SIZE,
@@ -88,7 +89,6 @@ def encode_pairs(model: Any, pairs: Any, batch_size: int = 64) -> PairEmbeddings
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.evaluation import encode_pairs
     >>> class Colours:
     ...     def encode_images(self, images, batch_size):
@@ -163,7 +163,6 @@ def zero_shot_from_model(
     zero_shot_from_model(model, digits, None, list("0123456789"), "the digit {}")
     ```
     """
-    batch_size = check_integer("batch_size", batch_size)
     if class_subset is not None:
         subset = read_class_subset(class_subset)
         class_names = names_in_subset(read_class_names(class_names), subset)
@@ -178,7 +177,7 @@ def zero_shot_from_model(
         return model.encode_images(batch, batch_size=size)[:count]
 
     data = images if labels is None else (images, labels)
-    embeddings, labels = extract_features("images", encode, data, batch_size, verbose)
+    embeddings, labels = extract_features(encode, data, batch_size, verbose)
     if class_subset is not None:
         labels = subset.labels(labels)
     return zero_shot(embeddings, labels, classes, ks)
@@ -187,10 +186,8 @@ def zero_shot_from_model(
 def names_in_subset(class_names: Sequence[str], subset: ClassSubset) -> tuple[str, ...]:
     """The names of a subset's classes."""
     if len(class_names) != 1000:
-        raise ValueError(
-            "Expected names of ImageNet's 1,000 classes for those of "
-            f"{subset.name}; received: {len(class_names)} names"
-        )
+        expected = f"names of ImageNet's 1,000 classes for those of {subset.name}"
+        raise unfit(expected, f"{len(class_names)} names")
     return tuple(class_names[int(number)] for number in subset.numbers)
 
 
@@ -210,7 +207,6 @@ def encode_classes(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.evaluation import encode_classes
     >>> class Lengths:
     ...     def encode_text(self, texts, batch_size):
@@ -338,9 +334,7 @@ def _to_arrays(batch):
     ids = {name: to_numpy(x) for name, x in (ids or {}).items()}
     shapes = {name: x.shape for name, x in {**inputs, **ids}.items()}
     if len({shape[:1] for shape in shapes.values()}) != 1:
-        raise ValueError(
-            f"Expected one image, text and id for each pair; received: {shapes}"
-        )
+        raise unfit("one image, text and id for each pair", shapes)
     if "captions" in inputs:
         # Those of tf.data are bytes.
         captions = [

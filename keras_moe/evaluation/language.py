@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from keras_moe._checks import check_integer, import_extra
+from keras_moe._checks import check_integer, import_extra, unfit
 
 # Lengths of batches are multiples of this, so that few programs are compiled.
 _MULTIPLE = 32
@@ -102,10 +102,8 @@ def _checked_answers(answers, questions):
     sizes = np.array([len(choices) for _, choices in questions])
     fits = answers.shape == sizes.shape and answers.dtype.kind in "iu"
     if not fits or not ((answers >= 0) & (answers < sizes)).all():
-        raise ValueError(
-            f"Expected the index of a choice for each of {len(questions)} questions; "
-            f"received: answers={answers.tolist()!r:.200}"
-        )
+        expected = f"the index of a choice for each of {len(questions)} questions"
+        raise unfit(expected, f"answers={answers.tolist()!r:.200}")
     return answers
 
 

@@ -3,15 +3,13 @@
 Axes: N training and M test examples, F feature dim, C classes.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from keras_moe._checks import check_integer, check_positive
-from keras_moe._types import KerasModel
-from keras_moe.evaluation._features import check_labels, extract_features, to_numpy
+from keras_moe.evaluation._features import check_labels, to_numpy
 from keras_moe.evaluation.retrieval import check_embeddings, norms
 
 # Number of similarities computed at a time, 64 MB of them.
@@ -61,7 +59,6 @@ def nearest_neighbours(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.evaluation import nearest_neighbours
     >>> train = np.array([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0]])
     >>> result = nearest_neighbours(train, [0, 0, 1], [[2.0, 0.1]], [0], k=2)
@@ -92,37 +89,6 @@ def nearest_neighbours(
     predictions = scores.argmax(axis=1)
     accuracy = float((predictions == test_labels).mean())
     return NearestNeighboursResult(accuracy, predictions, scores)
-
-
-def nearest_neighbours_from_model(
-    model: KerasModel | Callable,
-    train_data: object,
-    test_data: object,
-    batch_size: int = 64,
-    verbose: int = 1,
-    **options: Any,
-) -> NearestNeighboursResult:
-    """Nearest neighbours by the features of a model; see `nearest_neighbours`.
-
-    Args:
-        model, train_data, test_data, batch_size, verbose: as in `few_shot_from_model`.
-        **options: `k`, `temperature` and `num_classes` of `nearest_neighbours`.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.evaluation import nearest_neighbours_from_model
-    >>> labels = np.arange(20) % 2
-    >>> images = np.ones((20, 4, 4, 2)) * np.eye(2)[labels][:, None, None]
-    >>> data = (images.astype("float32"), labels)
-    >>> colour = lambda images: images.mean(axis=(1, 2))
-    >>> nearest_neighbours_from_model(colour, data, data, verbose=0, k=5).accuracy
-    1.0
-    """
-    batch_size = check_integer("batch_size", batch_size)
-    train = extract_features("train_data", model, train_data, batch_size, verbose)
-    test = extract_features("test_data", model, test_data, batch_size, verbose)
-    return nearest_neighbours(*train, *test, **options)
 
 
 def _normalised(features: np.ndarray) -> np.ndarray:

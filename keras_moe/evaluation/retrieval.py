@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from keras_moe._checks import check_integer
+from keras_moe._checks import check_integer, unfit
 from keras_moe.evaluation._features import NAMED, check_labels, check_matrix, to_numpy
 
 _STEPS = 2.0**26
@@ -104,7 +104,6 @@ def retrieval(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.evaluation import retrieval
     >>> images = np.array([[1.0, 0.0], [0.0, 1.0]])
     >>> texts = np.array([[0.9, 0.1], [0.6, 0.8], [0.2, 0.9]])
@@ -157,7 +156,6 @@ def contrastive_accuracy(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.evaluation import contrastive_accuracy
     >>> images = np.array([[1.0, 0.0], [0.0, 1.0]])
     >>> texts = np.array([[0.9, 0.1], [0.8, 0.6]])
@@ -169,10 +167,8 @@ def contrastive_accuracy(
     texts = check_embeddings("text_embeddings", text_embeddings, images.shape[1])
     check_integer("batch_size", batch_size)
     if not len(images) == len(texts) >= batch_size:
-        raise ValueError(
-            f"Expected pairs, at least batch_size={batch_size} of them; received: "
-            f"{len(images)} images and {len(texts)} texts"
-        )
+        expected = f"pairs, at least batch_size={batch_size} of them"
+        raise unfit(expected, f"{len(images)} images and {len(texts)} texts")
     given = [ids for ids in (image_ids, text_ids) if ids is not None]
     ids = [_check_ids(x, len(images)) for x in given] or [np.arange(len(images))]
     num_pairs = len(images) // batch_size * batch_size
@@ -192,10 +188,8 @@ def contrastive_accuracy(
 def _check_ids(ids, length):
     ids = to_numpy(ids)
     if ids.shape != (length,) or ids.dtype.kind not in "iu":
-        raise ValueError(
-            f"Expected ids of shape ({length},), integers; received: "
-            f"shape={ids.shape}, dtype={ids.dtype}"
-        )
+        expected = f"ids of shape ({length},), integers"
+        raise unfit(expected, f"shape={ids.shape}, dtype={ids.dtype}")
     return ids
 
 
@@ -262,10 +256,8 @@ def check_embeddings(
         lengths = norms(embeddings[start : start + CHUNK_SIZE].astype("float64"))
         bad = start + np.flatnonzero(~(np.isfinite(lengths) & (lengths > 0)))
         if bad.size:
-            raise ValueError(
-                f"Expected finite {name}, none of them 0; received: others, first at "
-                f"indices {bad[:NAMED].tolist()}"
-            )
+            expected = f"finite {name}, none of them 0"
+            raise unfit(expected, f"others, first at indices {bad[:NAMED].tolist()}")
     return embeddings
 
 

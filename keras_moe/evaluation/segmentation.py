@@ -3,27 +3,15 @@
 Axes: N images of H x W pixels, h x w patches, F feature dim, C classes.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import keras
 import numpy as np
 from numpy.typing import ArrayLike
 
-from keras_moe._checks import check_integer
-from keras_moe._types import Config, KerasModel
-from keras_moe.evaluation._features import (
-    check_features,
-    check_labels,
-    extract_outputs,
-    to_numpy,
-)
-from keras_moe.evaluation.few_shot import (
-    L2S,
-    check_l2s,
-    chosen_l2,
-    ridge_regression,
-)
+from keras_moe._checks import check_integer, unfit
+from keras_moe._types import Config
+from keras_moe.evaluation._features import check_features, check_labels, to_numpy
+from keras_moe.evaluation.few_shot import L2S, check_l2s, chosen_l2, ridge_regression
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -86,7 +74,8 @@ def segmentation_probe(
     patches, and the highest one is a pixel's class.
 
     Args:
-        train_features: (N, h, w, F), such as the `"grid"` of a backbone's features.
+        train_features: (N, h, w, F), such as `extract_features` gives of a backbone's
+            features named `"grid"`.
         train_masks: (N, H, W) integers in [0, num_classes), or `ignore_label`; H and W
             are multiples of h and w.
         test_features, test_masks: the same for the test images.
@@ -99,7 +88,6 @@ def segmentation_probe(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.evaluation import segmentation_probe
     >>> classes = np.random.default_rng(0).integers(2, size=(6, 4, 4))
     >>> masks = classes.repeat(8, axis=1).repeat(8, axis=2)
@@ -116,17 +104,12 @@ def segmentation_probe(
     if num_classes is None:
         num_classes = highest + 1
     if highest < 0 or highest >= check_integer("num_classes", num_classes):
-        raise ValueError(
-            f"Expected labels of pixels in [0, {num_classes}), and at least one; "
-            f"received: {highest if highest >= 0 else 'none'}"
-        )
+        expected = f"labels of pixels in [0, {num_classes}), and at least one"
+        raise unfit(expected, highest if highest >= 0 else "none")
     labels = patch_labels(train_masks, train.shape[1:3], num_classes)
     labelled = np.flatnonzero((labels >= 0).any(axis=(1, 2)))
     if len(labelled) < 2:
-        raise ValueError(
-            "Expected at least 2 training images with labelled pixels; "
-            f"received: {len(labelled)}"
-        )
+        raise unfit("at least 2 training images with labelled pixels", len(labelled))
     order = np.random.default_rng(0).permutation(labelled)
     held, rest = np.split(order, [max(len(order) // 5, 1)])
     # Patches of an image are alike, so whole images are held out.
@@ -147,46 +130,6 @@ def segmentation_probe(
     iou = np.where(union > 0, right / np.maximum(union, 1), np.nan)
     accuracy = float(right.sum() / confusion.sum())
     return SegmentationResult(float(np.nanmean(iou)), iou, accuracy, confusion, l2)
-
-
-def segmentation_probe_from_model(
-    model: KerasModel | Callable,
-    train_data: object,
-    test_data: object,
-    batch_size: int = 64,
-    verbose: int = 1,
-    **options: Any,
-) -> SegmentationResult:
-    """Segmentation by the patch features of a model; see `segmentation_probe`.
-
-    Args:
-        model: backbone of images, whose features named `"grid"` are taken; or another
-            `keras.Model` or callable, from images to features (batch, h, w, F).
-        train_data: arrays (images, integer masks), or batches of these. All masks are
-            of one size.
-        test_data, batch_size, verbose: as in `few_shot_from_model`.
-        **options: `l2s`, `num_classes` and `ignore_label` of `segmentation_probe`.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe import evaluation, models
-    >>> backbone = models.from_preset("vmoe_digits").backbone
-    >>> images = np.random.default_rng(0).uniform(0, 1, (4, *backbone.image_shape))
-    >>> data = (images.astype("float32"), (images[..., 0] > 0.5).astype(int))
-    >>> result = evaluation.segmentation_probe_from_model(
-    ...     backbone, data, data, verbose=0
-    ... )
-    >>> result.confusion.shape
-    (2, 2)
-    """
-    batch_size = check_integer("batch_size", batch_size)
-    features = getattr(model, "features", None)
-    if isinstance(features, dict) and "grid" in features:
-        model = keras.Model(model.input, features["grid"])
-    train = extract_outputs("train_data", model, train_data, batch_size, verbose)
-    test = extract_outputs("test_data", model, test_data, batch_size, verbose)
-    return segmentation_probe(*train, *test, **options)
 
 
 def patch_labels(
@@ -231,10 +174,7 @@ def _check_grids(name, features, dim=None) -> np.ndarray:
     """Checks that features (N, h, w, F) are finite; returns float64."""
     array = to_numpy(features)
     if array.ndim != 4:
-        raise ValueError(
-            f"Expected {name} of shape (images, rows, columns, dim); "
-            f"received: shape={array.shape}"
-        )
+        raise unfit(f"{name} of shape (images, rows, columns, dim)", shape=array.shape)
     flat = check_features(name, array.reshape(-1, array.shape[-1]), dim)
     return flat.reshape(array.shape)
 

@@ -99,15 +99,11 @@ def read_class_names(class_names: ClassNames) -> tuple[str, ...]:
     bad = [name for name in names if not isinstance(name, str) or not name.strip()]
     # Sets and dicts by name would come in another order than the labels.
     if bad or not names or isinstance(class_names, (Mapping, Set)):
-        raise ValueError(
-            "Expected a file of class names, or a sequence of names, not empty; "
-            f"received: {class_names!r:.100}"
-        )
+        expected = "a file of class names, or a sequence of names, not empty"
+        raise unfit(expected, f"{class_names!r:.100}")
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise ValueError(
-            f"Expected each class name once; received: {twice[0]!r} for several classes"
-        )
+        raise unfit("each class name once", f"{twice[0]!r} for several classes")
     return names
 
 
@@ -183,10 +179,8 @@ class ClassSubset(NamedTuple):
         labels = check_labels("labels", labels, None, len(indices))
         found = indices[labels]
         if np.any(found < 0):
-            raise ValueError(
-                f"Expected only images of the {len(self.numbers)} classes of "
-                f"{self.name}; received: an image of class {labels[found < 0][0]}"
-            )
+            expected = f"only images of the {len(self.numbers)} classes of {self.name}"
+            raise unfit(expected, f"an image of class {labels[found < 0][0]}")
         return found
 
 
@@ -205,7 +199,6 @@ def read_class_subset(name: str) -> ClassSubset:
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.evaluation import read_class_subset
     >>> subset = read_class_subset("imagenet_a")
     >>> logits = np.zeros((2, 1000))
@@ -262,10 +255,8 @@ def class_embeddings(prompt_embeddings: ArrayLike) -> np.ndarray:
     """
     prompts = to_numpy(prompt_embeddings)
     if prompts.ndim != 3:
-        raise ValueError(
-            "Expected prompt_embeddings of shape (classes, templates, dim); received: "
-            f"shape={prompts.shape}"
-        )
+        expected = "prompt_embeddings of shape (classes, templates, dim)"
+        raise unfit(expected, shape=prompts.shape)
     flat = check_embeddings("prompt_embeddings", prompts.reshape(-1, prompts.shape[2]))
     flat = flat.astype("float64")
     units = flat / norms(flat)[:, None]

@@ -25,6 +25,7 @@ from keras_moe.layers.patch_embedding import (
 )
 from keras_moe.layers.pooling import AttentionPooling, MaskedPooling, TokenPooling
 from keras_moe.layers.position_embedding import (
+    PatchPositions,
     PositionEmbedding,
     RotaryEmbedding2D,
     resize_positions,
@@ -59,6 +60,7 @@ __all__ = [
     "MuMoEConfig",
     "MultilinearExperts",
     "PatchEmbedding",
+    "PatchPositions",
     "PerExpert",
     "PositionEmbedding",
     "RMSNorm",

@@ -19,7 +19,6 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import gelu_tanh
     >>> float(gelu_tanh(np.zeros(1, "float32"))[0])
     0.0
@@ -36,7 +35,6 @@ def quick_gelu(x: Tensor) -> Tensor:
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import quick_gelu
     >>> float(quick_gelu(np.zeros(1, "float32"))[0])
     0.0

@@ -125,7 +125,8 @@ class Attention(Layer):
         tokens: (B, N, D).
         context: (B, M, D) to attend to; None for the tokens themselves.
         mask: boolean (B, M), False for padding, or (B, N, M) for pairs of tokens.
-        positions: integers (B, N), for the layer `positions`.
+        positions: the tokens' positions, (B, N) or (B, N, 2), for the layer
+            `positions`.
         cache: pair of keys and values (B, M, heads, key_dim), to which those of the
             tokens are added; None to attend to the tokens only.
         start: index of the first token in the cache.

@@ -199,6 +199,16 @@ class Block(Layer):
                 "Expected boundaries to increase, between 0 and the number of tokens "
                 f"{tokens.shape[1]}; received: boundaries={boundaries}"
             )
+        lengths = {end - start for start, end in itertools.pairwise(ends)}
+        if len(lengths) == 1 and tokens.shape[1]:
+            # Runs of one length, as of an ensemble's members, are a batch of their own.
+            (length,), dim = lengths, tokens.shape[2]
+            arguments = {"training": training}
+            if mask is not None:
+                arguments["mask"] = ops.reshape(mask, (-1, length))
+            runs = ops.reshape(tokens, (-1, length, dim))
+            runs = inner_call(self.token_mixer, runs, **arguments)
+            return ops.reshape(runs, (-1, tokens.shape[1], dim))
         # Slices: TensorFlow cannot split an axis of unknown size, as in exported texts.
         mixed = []
         for start, end in zip((0, *boundaries), (*boundaries, None)):

@@ -74,7 +74,6 @@ class Experts(Layer):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import Experts
     >>> experts = Experts(num_experts=4, mlp_dim=16)
     >>> tuple(experts(np.ones((1, 4, 3, 8), "float32")).shape)
@@ -450,7 +449,6 @@ class ZeroComputationExperts(Layer):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import ZeroComputationExperts
     >>> experts = ZeroComputationExperts(zero_experts=1, copy_experts=1)
     >>> weights = np.array([[[0.0, 0.5], [1.0, 0.0]]], "float32")
@@ -492,10 +490,8 @@ class ZeroComputationExperts(Layer):
 
     def call(self, tokens: Tensor, weights: Tensor) -> Tensor:
         if weights.shape[-1] != self.num_experts:
-            raise ValueError(
-                f"Expected weights of num_experts={self.num_experts}; "
-                f"received: weights.shape={tuple(weights.shape)}"
-            )
+            expected = f"weights of num_experts={self.num_experts}"
+            raise unfit(expected, f"weights.shape={tuple(weights.shape)}")
         tokens = ops.cast(tokens, self.compute_dtype)
         first = self.zero_experts
         copied = weights[..., first : first + self.copy_experts]

@@ -36,7 +36,6 @@ class LogitScale(Layer):
     Example:
 
     >>> import keras
-    >>> import numpy as np
     >>> from keras_moe.layers import LogitScale
     >>> layer = LogitScale(scale=5.0, bias=-1.0)
     >>> units = layer(np.array([[3.0, 4.0], [0.0, 2.0]], "float32"))

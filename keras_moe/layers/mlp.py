@@ -29,7 +29,6 @@ class MLP(Layer):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import MLP
     >>> tuple(MLP(mlp_dim=16)(np.ones((2, 4, 8), "float32")).shape)
     (2, 4, 8)
@@ -120,7 +119,6 @@ class TokenMLP(MLP):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import TokenMLP
     >>> tuple(TokenMLP(mlp_dim=16)(np.ones((1, 4, 8), "float32")).shape)
     (1, 4, 8)

@@ -65,6 +65,8 @@ class MixtureConfig:
     moe_layers: Any
     # Number of modalities that the routers distinguish by `modality_ids`.
     modality_count = None
+    # M, the members of an ensemble.
+    ensemble_size = 1
 
     @classmethod
     def field_names(cls) -> list[str]:
@@ -119,6 +121,11 @@ class MoEConfig(MixtureConfig):
     Every backbone accepts it as `moe`. Presets accept its fields and router arguments:
     `from_preset("vmoe_b32", num_experts=8, num_selected_experts=1)`.
 
+    With the router argument `ensemble_size=M` an image backbone is an efficient
+    ensemble of M members. They share the blocks in front of the first mixture; from it
+    on, the tokens are there M times, and each member's go to its own `num_experts` / M
+    experts. Classifiers average the members' probabilities.
+
     Args:
         moe_layers: indices from 0, `"every_2"`, `"last_2"` or None (dense); see
             `resolve_moe_layers`.
@@ -160,7 +167,8 @@ class MoEConfig(MixtureConfig):
 
     Reference: *Scaling Vision with Sparse Mixture of Experts*, section 3.1; *Routers in
     Vision Mixture of Experts*, section 2; *MoE++*, Table 2; *DeepSeekMoE*, section 3,
-    for shared experts and a small `expert_mlp_dim`.
+    for shared experts and a small `expert_mlp_dim`; *Sparse MoEs Meet Efficient
+    Ensembles*, section 4, for `ensemble_size`.
 
     Example:
 
@@ -278,12 +286,22 @@ class MoEConfig(MixtureConfig):
         # Read from the arguments: constructing a router would advance Python's random
         # state.
         arguments = self.router_arguments
+        if self.ensemble_size > 1:
+            # The tower knows whose token is whose.
+            return None
         if arguments.get("num_modalities") is not None:
             return arguments["num_modalities"]
         for name in ("expert_pools", "priority"):
             if isinstance(arguments.get(name), list):
                 return len(arguments[name])
         return None
+
+    @property
+    def ensemble_size(self) -> int:
+        """M, the members of an ensemble, by the router's argument; 1 for none."""
+        if self.moe_layers is None:
+            return 1
+        return self.router_arguments.get("ensemble_size") or 1
 
     def feed_forwards(self, tower: Any) -> list[keras.layers.Layer]:
         indices = resolve_moe_layers(self.moe_layers, tower.num_layers)
@@ -313,6 +331,7 @@ class MoEConfig(MixtureConfig):
         group_size = None
         if self.examples_per_group is not None:
             group_size = self.examples_per_group * tower.num_tokens
+            group_size *= router.ensemble_size
         mlp_dim = self.expert_mlp_dim or tower.mlp_dim
         experts = Experts(
             len(router.expert_columns),

@@ -67,7 +67,6 @@ class ExpertCoefficients(Layer):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import ExpertCoefficients
     >>> gate = ExpertCoefficients((4, 2))
     >>> coefficients, routing = gate(np.ones((1, 3, 8), "float32"))
@@ -266,7 +265,6 @@ class MultilinearExperts(Layer):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import MultilinearExperts
     >>> experts = MultilinearExperts(5, num_experts=4, rank=3)
     >>> tuple(experts(np.ones((2, 8)), [np.ones((2, 4)) / 4]).shape)
@@ -329,10 +327,8 @@ class MultilinearExperts(Layer):
         sources: Sequence[tuple] | None = None,
     ) -> Tensor:
         if len(coefficients) != len(self.num_experts):
-            raise ValueError(
-                f"Expected coefficients for each level of num_experts="
-                f"{self.num_experts}; received: {len(coefficients)}"
-            )
+            expected = f"coefficients for each level of num_experts={self.num_experts}"
+            raise unfit(expected, len(coefficients))
         coefficients = [ops.cast(a, inputs.dtype) for a in coefficients]
         if self.compute_dtype != "float32":
             # Keras has cast the sources, so they no longer match the coefficients.
@@ -363,9 +359,7 @@ class MultilinearExperts(Layer):
             if len(levels) != len(counts) or not all(
                 i in range(count) for i, count in zip(levels, counts)
             ):
-                raise ValueError(
-                    f"Expected experts of num_experts={counts}; received: {index}"
-                )
+                raise unfit(f"experts of num_experts={counts}", index)
             matrices.append(tensors.expert_matrix(factors, levels, self.factorization))
         return ops.stack(matrices)
 

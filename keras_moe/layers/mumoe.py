@@ -162,7 +162,6 @@ class MuMoE(MuMoEBase):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import MuMoE
     >>> layer = MuMoE(10, num_experts=16, rank=8)
     >>> outputs, routing = layer(np.ones((2, 3, 6), "float32"))
@@ -240,7 +239,6 @@ class MuMoEBlock(MuMoEBase):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import MuMoEBlock
     >>> outputs, routing = MuMoEBlock(16, num_experts=4, rank=8)(np.ones((2, 3, 6)))
     >>> tuple(outputs.shape)
@@ -316,7 +314,6 @@ class TokenMuMoE(Layer):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import MuMoEBlock, TokenMuMoE
     >>> layer = TokenMuMoE(MuMoEBlock(16, num_experts=4, rank=8))
     >>> tokens, routing = layer(np.ones((1, 4, 8), "float32"))

@@ -76,7 +76,6 @@ class LayerNorm(_Norm):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import LayerNorm
     >>> x = LayerNorm()(np.array([[1.0, 3.0]], "float32"))
     >>> [round(float(value), 3) for value in x[0]]
@@ -128,7 +127,6 @@ class RMSNorm(_Norm):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import RMSNorm
     >>> x = RMSNorm()(np.array([[3.0, 4.0, 0.0, 0.0]], "float32"))
     >>> [round(float(value), 3) for value in x[0]]

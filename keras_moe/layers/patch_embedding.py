@@ -14,6 +14,7 @@ from keras_moe.layers.position_embedding import (
     INTERPOLATIONS,
     cubic_weights,
     linear_weights,
+    widened_linear_weights,
 )
 from keras_moe.ops._nn import linear
 from keras_moe.ops.cost import Cost
@@ -63,7 +64,9 @@ def resize_patch_kernel(
         kernel: array (height, width, channels, D).
         patch_size: new patch size, an int or (height, width).
         interpolation: `"bilinear"` without antialiasing, as in FlexiViT and
-            `keras_moe.data`; or `"bicubic"` with antialiasing, as in timm.
+            `keras_moe.data`; `"bicubic"` with antialiasing, as in timm, for which
+            `"torch_bicubic"` is another name here; or `"antialiased"`, bilinear with
+            it.
 
     Returns: Array (new height, new width, channels, D) of the dtype of `kernel`.
 
@@ -80,7 +83,12 @@ def resize_patch_kernel(
     26.0
     """
     check_one_of("interpolation", interpolation, INTERPOLATIONS)
-    weights = linear_weights if interpolation == "bilinear" else cubic_weights
+    weights = {
+        "bilinear": linear_weights,
+        "bicubic": cubic_weights,
+        "torch_bicubic": cubic_weights,
+        "antialiased": widened_linear_weights,
+    }[interpolation]
     # B is separable: the Kronecker product of a matrix for rows and one for columns.
     rows, columns = (
         np.linalg.pinv(weights(old, new).T)
@@ -106,7 +114,8 @@ class PatchEmbedding(Layer):
         padding: `"valid"`, or `"same"` to pad the image with zeros to whole patches.
         **kwargs: arguments of `keras.layers.Layer`.
 
-    Input shape: (B, height, width, channels).
+    Input shape: (B, height, width, channels); or patches that are cut already, (B, N,
+    patch height x patch width x channels), each flattened in that order.
 
     Output shape: (B, N, D), patches row by row.
 
@@ -137,10 +146,11 @@ class PatchEmbedding(Layer):
         self.patch_size = check_pair("patch_size", patch_size)
 
     def build(self, input_shape):
-        self.grid(input_shape)
+        if len(input_shape) != 3:
+            self.grid(input_shape)
         self.kernel = self.add_weight(
             name="kernel",
-            shape=(*self.patch_size, input_shape[-1], self.hidden_dim),
+            shape=self.weight_shapes(input_shape[1:])["kernel"],
             initializer="lecun_normal",
         )
         self.bias = self.add_weight(
@@ -165,6 +175,11 @@ class PatchEmbedding(Layer):
         return height // self.patch_size[0], width // self.patch_size[1]
 
     def call(self, images: Tensor) -> Tensor:
+        x = images if len(images.shape) == 3 else self._cut(images)
+        return linear(x, ops.reshape(self.kernel, (-1, self.hidden_dim)), self.bias)
+
+    def _cut(self, images):
+        """Cuts images into flattened patches."""
         rows, columns = self.grid(tuple(images.shape))
         height, width = self.patch_size
         channels = images.shape[-1]
@@ -178,8 +193,7 @@ class PatchEmbedding(Layer):
         # Moving whole pixel rows of a patch keeps the copy fast.
         x = ops.reshape(images, (-1, rows, height, columns, width * channels))
         x = ops.transpose(x, (0, 1, 3, 2, 4))
-        x = ops.reshape(x, (-1, rows * columns, height * width * channels))
-        return linear(x, ops.reshape(self.kernel, (-1, self.hidden_dim)), self.bias)
+        return ops.reshape(x, (-1, rows * columns, height * width * channels))
 
     def load_own_variables(self, store):
         kernel = store["0"]
@@ -205,19 +219,27 @@ class PatchEmbedding(Layer):
         self.bias.assign(np.array(store["1"]))
 
     def compute_output_shape(self, input_shape):
-        rows, columns = self.grid(input_shape)
-        return (input_shape[0], rows * columns, self.hidden_dim)
+        return (input_shape[0], self._count(input_shape[1:]), self.hidden_dim)
+
+    def _count(self, shape):
+        """The number of patches of an example."""
+        return shape[0] if len(shape) == 2 else math.prod(self.grid(shape))
 
     def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
+        channels, (height, width) = shape[-1], self.patch_size
+        if len(shape) == 2:
+            if channels % (height * width):
+                expected = f"flattened patches of patch_size={self.patch_size}"
+                raise unfit(expected, shape=tuple(shape))
+            channels //= height * width
         return {
-            "kernel": (*self.patch_size, shape[-1], self.hidden_dim),
+            "kernel": (height, width, channels, self.hidden_dim),
             "bias": (self.hidden_dim,),
         }
 
     def cost(self, shape: tuple) -> Cost:
         shapes = self.weight_shapes(shape)
-        rows, columns = self.grid(shape)
-        flops = 2 * rows * columns * math.prod(shapes["kernel"])
+        flops = 2 * self._count(shape) * math.prod(shapes["kernel"])
         return Cost.all_active(shapes, flops)
 
 

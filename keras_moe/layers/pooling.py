@@ -48,7 +48,11 @@ class TokenPooling(_Pooling):
         register_tokens: number of registers behind the class token, which take no part.
         **kwargs: arguments of `keras.layers.Layer`.
 
-    Input shape: (B, N, D). Output shape: (B, D).
+    Call arguments:
+        tokens: (B, N, D).
+        mask: boolean (B, N), False for padding; None for no padding.
+
+    Output shape: (B, D).
 
     Example:
 
@@ -66,14 +70,26 @@ class TokenPooling(_Pooling):
             "register_tokens", register_tokens, minimum=0
         )
 
-    def call(self, tokens: Tensor) -> Tensor:
+    def call(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.pooling == "class_token":
             return tokens[:, 0]
         first = self.register_tokens + (self.pooling == "patch_average")
         if tokens.shape[1] is not None and tokens.shape[1] <= first:
             raise unfit(f"more than {first} tokens", tokens=tokens.shape[1])
         tokens = tokens[:, first:]
-        return tokens[:, 0] if self.pooling == "first" else ops.mean(tokens, axis=1)
+        if self.pooling == "first":
+            return tokens[:, 0]
+        if mask is None:
+            return ops.mean(tokens, axis=1)
+        return masked_mean(tokens, mask[:, first:], self.compute_dtype)
+
+
+def masked_mean(tokens: Tensor, mask: Tensor, dtype: str) -> Any:
+    """The mean (B, D) of the tokens that are not padding; zeros without any."""
+    kept = ops.where(ops.expand_dims(mask, -1), tokens, 0.0)
+    total = ops.sum(ops.cast(kept, "float32"), axis=1)
+    count = ops.sum(ops.cast(mask, "float32"), axis=1, keepdims=True)
+    return ops.cast(total / ops.maximum(count, 1.0), dtype)
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -235,10 +251,7 @@ class MaskedPooling(_Pooling):
             mask = ops.ones(ops.shape(tokens)[:2], "bool")
         mask = ops.cast(mask, "bool")
         if self.pooling == "average":
-            kept = ops.where(ops.expand_dims(mask, -1), tokens, 0.0)
-            total = ops.sum(ops.cast(kept, "float32"), axis=1)
-            count = ops.sum(ops.cast(mask, "float32"), axis=1, keepdims=True)
-            return ops.cast(total / ops.maximum(count, 1.0), self.compute_dtype)
+            return masked_mean(tokens, mask, self.compute_dtype)
         if self.pooling == "max":
             kept = ops.where(ops.expand_dims(mask, -1), tokens, -np.inf)
             # PyTorch needs an initial value for empty batches.

@@ -1,18 +1,26 @@
 """Position embeddings of image patches. Axes: B batch, N tokens, D hidden."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
 
-from keras_moe._checks import check_one_of, check_pair, check_positive, unfit
+from keras_moe._checks import (
+    check_integer,
+    check_one_of,
+    check_pair,
+    check_positive,
+    unfit,
+)
 from keras_moe._types import Tensor
 from keras_moe.layers._layer import Layer
 
 KINDS = ("learned", "sincos")
 ROTARY_KINDS = ("axial", "golden")
-INTERPOLATIONS = ("bilinear", "bicubic")
+# The first two also for images.
+INTERPOLATIONS = ("bilinear", "bicubic", "antialiased", "torch_bicubic")
 
 
 def sincos_table(grid: tuple[int, int], dim: int) -> np.ndarray:
@@ -56,7 +64,9 @@ def resize_positions(
         old_grid: patches down and across in `table`.
         new_grid: patches down and across in the result.
         interpolation: `"bilinear"` with aligned corners, as in the ViT and V-MoE
-            releases; or `"bicubic"` with antialiasing, as in timm.
+            releases; `"bicubic"` with antialiasing, as in timm; `"antialiased"`,
+            bilinear with antialiasing, as in SigLIP 2; or `"torch_bicubic"` without,
+            and with PyTorch's steeper kernel, as in DINOv2.
 
     Returns: Array (1, N', D) of the dtype of `table`.
 
@@ -70,7 +80,12 @@ def resize_positions(
     """
     num_extra = table.shape[1] - old_grid[0] * old_grid[1]
     check_one_of("interpolation", interpolation, INTERPOLATIONS)
-    weights = aligned_linear_weights if interpolation == "bilinear" else cubic_weights
+    weights = {
+        "bilinear": aligned_linear_weights,
+        "bicubic": cubic_weights,
+        "antialiased": widened_linear_weights,
+        "torch_bicubic": torch_cubic_weights,
+    }[interpolation]
     values = table[0, num_extra:].astype("float64").reshape(*old_grid, -1)
     values = np.einsum(
         "yr,xc,rcd->yxd",
@@ -92,8 +107,15 @@ class PositionEmbedding(Layer):
     Args:
         grid: number of patches down and across.
         kind: `"learned"` or `"sincos"`.
-        interpolation: interpolation of loaded embeddings, see `resize_positions`.
+        interpolation: interpolation of loaded embeddings, and of those of images of
+            other shapes; see `resize_positions`.
+        max_patches: most patches of an image where calls have `grids`; None for `grid`.
         **kwargs: arguments of `keras.layers.Layer`.
+
+    Call arguments:
+        tokens: (B, N, D).
+        grids: integers (B, 2), patches down and across in each image, whose tokens are
+            padded; None for images of `grid`.
 
     Output shape:
         (B, N, D). N may include a class token, which sine-cosine embeddings skip.
@@ -114,17 +136,19 @@ class PositionEmbedding(Layer):
         grid: int | Sequence[int],
         kind: str = "learned",
         interpolation: str = "bilinear",
+        max_patches: int | None = None,
         **kwargs,
     ):
         check_one_of("kind", kind, KINDS)
         check_one_of("interpolation", interpolation, INTERPOLATIONS)
         super().__init__(**kwargs)
+        self.max_patches = check_integer("max_patches", max_patches, optional=True)
         self.grid = check_pair("grid", grid)
         self.kind = kind
         self.interpolation = interpolation
 
     def build(self, input_shape):
-        num_patches = self.grid[0] * self.grid[1]
+        num_patches = self.max_patches or self.grid[0] * self.grid[1]
         if input_shape[1] not in (num_patches, num_patches + 1):
             raise ValueError(
                 f"Expected {num_patches} tokens for grid={self.grid}, or one more for "
@@ -133,7 +157,7 @@ class PositionEmbedding(Layer):
         if self.kind == "learned":
             self.embedding = self.add_weight(
                 name="embedding",
-                shape=(1, *input_shape[1:]),
+                shape=self.weight_shapes(input_shape[1:])["embedding"],
                 initializer=keras.initializers.RandomNormal(stddev=0.02),
             )
         else:
@@ -141,8 +165,39 @@ class PositionEmbedding(Layer):
             table = np.pad(table, ((input_shape[1] - num_patches, 0), (0, 0)))
             self.embedding = table[None]
 
-    def call(self, tokens: Tensor) -> Tensor:
-        return tokens + keras.ops.cast(self.embedding, tokens.dtype)
+    def call(self, tokens: Tensor, grids: Tensor | None = None) -> Tensor:
+        embedding: Any = self.embedding
+        if grids is not None:
+            embedding = self._of_grids(embedding, grids, ops.shape(tokens)[1])
+        return tokens + ops.cast(embedding, tokens.dtype)
+
+    def _of_grids(self, embedding, grids, num_tokens):
+        """Embeddings (B, N, D) of images of the given grids."""
+        rows, columns = self.grid
+        first = embedding.shape[1] - rows * columns
+        place, size = patch_places(grids, num_tokens - first)
+        if self.kind == "sincos":
+            quarter = embedding.shape[2] // 4
+            omega = 1.0 / 10000 ** (np.arange(quarter) / (quarter - 1))
+            omega = ops.convert_to_tensor(omega.astype("float32"))
+            angles = ops.expand_dims(place, -1) * omega
+            y, x = ops.unstack(angles, axis=2)
+            parts = [ops.sin(x), ops.cos(x), ops.sin(y), ops.cos(y)]
+            patches = ops.concatenate(parts, axis=-1)
+        else:
+            # Resizing is linear: the product of a row's weights and a column's.
+            down, across = (
+                _weights_at(place[..., i], size[..., i], old, self.interpolation)
+                for i, old in enumerate(self.grid)
+            )
+            weights = ops.expand_dims(down, -1) * ops.expand_dims(across, -2)
+            weights = ops.reshape(weights, (*ops.shape(place)[:2], rows * columns))
+            patches = ops.matmul(weights, ops.cast(embedding[0, first:], "float32"))
+        if not first:
+            return patches
+        shape = (ops.shape(patches)[0], first, embedding.shape[2])
+        before = ops.broadcast_to(ops.cast(embedding[:, :first], "float32"), shape)
+        return ops.concatenate([before, patches], axis=1)
 
     def save_own_variables(self, store):
         super().save_own_variables(store)
@@ -168,7 +223,9 @@ class PositionEmbedding(Layer):
         self.embedding.assign(value)  # pyright: ignore[reportAttributeAccessIssue]
 
     def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
-        return {"embedding": (1, *shape)} if self.kind == "learned" else {}
+        rows = self.grid[0] * self.grid[1]
+        rows += shape[0] - (self.max_patches or rows)
+        return {"embedding": (1, rows, shape[1])} if self.kind == "learned" else {}
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -187,14 +244,18 @@ class RotaryEmbedding2D(Layer):
     is not trained, since published models store it.
 
     Args:
-        grid: number of patches down and across.
+        grid: number of patches down and across; None where calls have `positions`.
         kind: `"axial"` or `"golden"`.
         base: base of the axial frequencies.
         max_frequency: largest length of a golden vector; the smallest is 1.
         **kwargs: arguments of `keras.layers.Layer`.
 
-    Input shape: (B, N, heads, key_dim), with the patches last, and key_dim a multiple
-    of 4. Output shape: the same.
+    Call arguments:
+        x: (B, N, heads, key_dim), with the patches last, and key_dim a multiple of 4.
+        positions: places (y, x) of all tokens by `PatchPositions`, float32 (B, N, 2),
+            for images of any shape in one batch.
+
+    Output shape: that of `x`.
 
     Reference: *DINOv3*, section 3.2; *RoFormer*; Jerry Xiong, *On n-dimensional rotary
     positional embeddings*, for golden directions.
@@ -211,14 +272,14 @@ class RotaryEmbedding2D(Layer):
 
     def __init__(
         self,
-        grid: int | Sequence[int],
+        grid: int | Sequence[int] | None = None,
         kind: str = "axial",
         base: float = 100.0,
         max_frequency: float = 20.0,
         **kwargs,
     ):
         super().__init__(**kwargs)
-        self.grid = check_pair("grid", grid)
+        self.grid = None if grid is None else check_pair("grid", grid)
         self.kind = check_one_of("kind", kind, ROTARY_KINDS)
         self.base = check_positive("base", base)
         self.max_frequency = check_positive("max_frequency", max_frequency)
@@ -247,11 +308,11 @@ class RotaryEmbedding2D(Layer):
         vectors = np.stack([np.cos(angles), np.sin(angles)], -1) * lengths[:, None]
         return ops.convert_to_tensor(vectors.astype("float32"))
 
-    def _angles(self, key_dim):
+    def _angles(self, grid, key_dim):
         """Angles (N, heads or 1, pairs) of the grid's patches, row by row."""
-        rows, columns = self.grid
+        rows, columns = grid
         if self.kind == "axial":
-            y, x = ((np.arange(n) + 0.5) / n * 2 - 1 for n in self.grid)
+            y, x = ((np.arange(n) + 0.5) / n * 2 - 1 for n in grid)
         else:
             ratio = (rows / columns) ** 0.5
             y, x = (
@@ -267,13 +328,28 @@ class RotaryEmbedding2D(Layer):
         angles = angles.reshape(len(places), 1, key_dim // 2)
         return ops.convert_to_tensor(angles.astype("float32"))
 
-    def call(self, x: Tensor, positions: None = None) -> Tensor:
-        key_dim, first = x.shape[-1], x.shape[1] - self.grid[0] * self.grid[1]
-        if first < 0:
-            expected = f"tokens with the patches of grid={self.grid}"
-            raise unfit(expected, tokens=x.shape[1])
+    def _angles_at(self, places, key_dim):
+        """Angles (B, N, heads or 1, pairs) at the places (B, N, 2)."""
+        if self.kind == "golden":
+            return ops.einsum("bnp,hfp->bnhf", places, self.frequencies)
+        frequencies = 2 * np.pi * self.base ** -(np.arange(0, key_dim, 4) / key_dim)
+        frequencies = ops.convert_to_tensor(frequencies.astype("float32"))
+        angles = ops.expand_dims(places, -1) * frequencies
+        return ops.reshape(angles, (*ops.shape(places)[:2], 1, key_dim // 2))
+
+    def call(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        key_dim, first = x.shape[-1], 0
+        if positions is not None:
+            angles = self._angles_at(positions, key_dim)
+        elif self.grid is None:
+            raise unfit("positions of the tokens, or a grid", positions=None, grid=None)
+        else:
+            first = x.shape[1] - self.grid[0] * self.grid[1]
+            if first < 0:
+                expected = f"tokens with the patches of grid={self.grid}"
+                raise unfit(expected, tokens=x.shape[1])
+            angles = self._angles(self.grid, key_dim)
         patches = ops.cast(x[:, first:], "float32")
-        angles = self._angles(key_dim)
         cos, sin = ops.cos(angles), ops.sin(angles)
         if self.kind == "axial":
             # (a, b) -> (a cos - b sin, b cos + a sin), a and b half a head apart.
@@ -289,6 +365,112 @@ class RotaryEmbedding2D(Layer):
 
     def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return {}
+
+
+def patch_places(grids: Tensor, count: int | Tensor) -> tuple[Any, Any]:
+    """Row and column of the first `count` patches of images of any shape, row by row.
+
+    Args:
+        grids: integers (B, 2), patches down and across.
+        count: N; those behind an image's last are padding, and lie at its first.
+
+    Returns: `(place, size)`, float32 (B, N, 2) and the grids (B, 1, 2).
+    """
+    grids = ops.cast(grids, "int32")
+    columns = grids[:, 1:]
+    index = ops.expand_dims(ops.arange(count, dtype="int32"), 0)
+    index = index * ops.cast(index < grids[:, :1] * columns, "int32")
+    place = ops.stack([index // columns, index % columns], axis=-1)
+    return ops.cast(place, "float32"), ops.cast(ops.expand_dims(grids, 1), "float32")
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class PatchPositions(Layer):
+    """Which tokens of images of any shape are no padding, and where they lie.
+
+    Args:
+        first: number of tokens before the patches, such as a class token; they are at
+            (0, 0), where rotary positions turn nothing.
+        kind: `"axial"` or `"golden"`, as in `RotaryEmbedding2D`; None for no places.
+        **kwargs: arguments of `keras.layers.Layer`.
+
+    Call arguments:
+        patches: (B, N, ...), padded behind each image's last patch.
+        grids: integers (B, 2), patches down and across in each image.
+
+    Output shape: `(mask, positions)`: booleans (B, first + N), False for padding; and
+        float32 (B, first + N, 2), or the mask alone without a kind.
+
+    Reference: *SigLIP 2*, section 2.4 (NaFlex).
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import PatchPositions
+    >>> patches, grids = np.zeros((2, 3, 12)), np.array([[1, 2], [3, 1]])
+    >>> np.array(PatchPositions(first=1)(patches, grids)).astype(int).tolist()
+    [[1, 1, 1, 0], [1, 1, 1, 1]]
+    """
+
+    def __init__(self, first: int = 0, kind: str | None = None, **kwargs):
+        super().__init__(autocast=False, **kwargs)
+        self.first = check_integer("first", first, minimum=0)
+        self.kind = check_one_of("kind", kind, (None, *ROTARY_KINDS))
+
+    def call(self, patches: Tensor, grids: Tensor) -> Any:
+        count = ops.shape(patches)[1]
+        num_patches = ops.prod(ops.cast(grids, "int32"), axis=1, keepdims=True)
+        index = ops.arange(self.first + count, dtype="int32") - self.first
+        mask = ops.expand_dims(index, 0) < num_patches
+        if self.kind is None:
+            return mask
+        place, size = patch_places(grids, count)
+        if self.kind == "axial":
+            places = (place + 0.5) / size * 2 - 1
+        else:
+            limits = ops.sqrt(size / ops.flip(size, axis=-1))
+            places = limits * (2 * place / ops.maximum(size - 1, 1) - 1)
+        return mask, ops.pad(places, ((0, 0), (self.first, 0), (0, 0)))
+
+    def compute_output_spec(self, patches, grids):
+        batch, count = patches.shape[:2]
+        length = None if count is None else self.first + count
+        mask = keras.KerasTensor((batch, length), "bool")
+        if self.kind is None:
+            return mask
+        return mask, keras.KerasTensor((batch, length, 2), "float32")
+
+
+def _weights_at(place, size, old, interpolation):
+    """Weights (B, N, old) of a table's rows for the row `place` (B, N) of `size`."""
+    rows = ops.convert_to_tensor(np.arange(old, dtype="float32"))
+    if interpolation == "bilinear":
+        centre = place * (old - 1) / ops.maximum(size - 1, 1)
+        return ops.relu(1 - ops.abs(ops.expand_dims(centre, -1) - rows))
+    centre = ops.expand_dims((place + 0.5) * old / size - 0.5, -1)
+    if interpolation == "torch_bicubic":
+        return _torch_cubic_at(centre, rows)
+    x = ops.abs(centre - rows) / ops.expand_dims(ops.maximum(old / size, 1), -1)
+    weights = ops.relu(1 - x)
+    if interpolation == "bicubic":
+        near = (1.5 * x - 2.5) * x * x + 1.0
+        far = ((-0.5 * x + 2.5) * x - 4.0) * x + 2.0
+        weights = ops.where(x <= 1, near, ops.where(x < 2, far, 0.0))
+    return weights / ops.sum(weights, axis=-1, keepdims=True)
+
+
+def _torch_cubic_at(centre, rows):
+    """PyTorch's cubic weights (B, N, old) at centres (B, N, 1), as below."""
+    total = 0.0
+    for offset in range(-1, 3):
+        place = ops.floor(centre) + offset
+        x = ops.abs(centre - place)
+        near = (1.25 * x - 2.25) * x * x + 1.0
+        far = ((-0.75 * x + 3.75) * x - 6.0) * x + 3.0
+        column = ops.clip(place, 0, rows.shape[0] - 1)
+        weight = ops.where(x <= 1, near, far)
+        total = total + ops.where(ops.equal(column, rows), weight, 0.0)
+    return total
 
 
 # Interpolation along one axis as matrices: new = weights (new, old) @ old. `start` and
@@ -326,6 +508,18 @@ def cubic_weights(
     weights = np.where(x <= 1, near, np.where(x < 2, far, 0.0))
     # At the border part of the kernel lies outside.
     return weights / np.sum(weights, axis=1, keepdims=True)
+
+
+def torch_cubic_weights(old: int, new: int) -> np.ndarray:
+    """PyTorch's cubic interpolation (a = -3/4), which repeats the border's values."""
+    centres, weights = _centres(old, new, 0, None), np.zeros((new, old))
+    for place in np.floor(centres).astype(int) + np.arange(-1, 3)[:, None]:
+        x = np.abs(centres - place)
+        near = (1.25 * x - 2.25) * x * x + 1.0
+        far = ((-0.75 * x + 3.75) * x - 6.0) * x + 3.0
+        column = np.clip(place, 0, old - 1)
+        weights[np.arange(new), column] += np.where(x <= 1, near, far)
+    return weights
 
 
 def _distances(old, new, start, count):

@@ -29,7 +29,6 @@ class TokenEmbedding(OwnValues, KeepsFrozen, keras.layers.Embedding):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import TokenEmbedding
     >>> layer = TokenEmbedding(vocabulary_size=10, hidden_dim=8)
     >>> tuple(layer(np.array([[3, 1, 4]])).shape)
@@ -83,7 +82,6 @@ class ReversibleTokenEmbedding(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import ReversibleTokenEmbedding
     >>> layer = ReversibleTokenEmbedding(vocabulary_size=10, hidden_dim=8)
     >>> tokens = layer(np.array([[3, 1, 4]]))
@@ -161,7 +159,6 @@ class TextPositions(Layer):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.layers import TextPositions
     >>> layer = TextPositions(max_length=5)
     >>> tuple(layer(np.zeros((1, 3, 8), "float32")).shape)

@@ -24,7 +24,6 @@ from keras_moe.losses.contrastive import (
     softmax_contrastive_loss,
 )
 from keras_moe.losses.language import (
-    logit_log_likelihoods,
     next_tokens,
     token_log_likelihoods,
 )
@@ -62,7 +61,6 @@ __all__ = [
     "load_balance_loss",
     "load_loss",
     "local_entropy_loss",
-    "logit_log_likelihoods",
     "merged_entropy_loss",
     "mutual_information_loss",
     "next_tokens",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from keras import ops
 
-from keras_moe._checks import check_ids, check_integer, check_one_of, fits_shape
+from keras_moe._checks import check_ids, check_integer, check_one_of, fits_shape, unfit
 from keras_moe._types import Size, Tensor
 from keras_moe.ops._primitives import custom_gradient
 
@@ -70,10 +70,8 @@ def pairs_of(
     if sample_weight is not None:
         weights = ops.cast(ops.convert_to_tensor(sample_weight), "float32")
     if not fits_shape(weights.shape, images.shape[:1]):
-        raise ValueError(
-            f"Expected sample_weight of shape {tuple(images.shape[:1])}; "
-            f"received: sample_weight.shape={tuple(weights.shape)}"
-        )
+        expected = f"sample_weight of shape {tuple(images.shape[:1])}"
+        raise unfit(expected, f"sample_weight.shape={tuple(weights.shape)}")
     is_counted = weights > 0
     return Pairs(
         _rounded(_unit(images, is_counted), similarity_dtype),
@@ -334,9 +332,7 @@ def _counted_positives(keys, part_keys, counted, part_counted):
 
 
 def _cross_entropy(top, log_total, target, num_positives):
-    """`top - target / num_positives + log_total`, or 0 without a positive.
-
-    The largest logit comes first: where it is the target, nothing cancels.
-    """
+    """`top - target / num_positives + log_total`, or 0 without a positive."""
+    # The largest logit comes first: where it is the target, nothing cancels.
     loss = (top - target / ops.maximum(num_positives, 1.0)) + log_total
     return ops.where(num_positives > 0, loss, 0.0)

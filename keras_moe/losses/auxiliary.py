@@ -46,7 +46,7 @@ def _load(routing, router, mask):
     return router_losses.load_loss(
         routing.logits,
         routing.noisy_logits,
-        router.noise_std / router.num_experts,
+        router.noise_deviation,
         router.num_selected_experts,
         mask,
     )
@@ -223,9 +223,15 @@ class AuxiliaryLoss:
         compute = self.function
         if isinstance(compute, str):
             compute = FUNCTIONS[compute].compute
-        return self.weight * compute(
-            routing, router, mask, modality_ids, **self.options
-        )
+        options, members = self.options, getattr(router, "ensemble_size", 1)
+        if members == 1:
+            return self.weight * compute(routing, router, mask, modality_ids, **options)
+        # The mean over an ensemble's members, each a router of its own experts.
+        losses = [
+            compute(*_of_member(routing, router, mask, modality_ids, member), **options)
+            for member in range(members)
+        ]
+        return self.weight * ops.mean(ops.stack(losses), axis=0)
 
     def check_modalities(self, count: int) -> None:
         """Raises ValueError if the loss is of a modality above `count - 1`."""
@@ -255,7 +261,8 @@ class AuxiliaryLoss:
                 "out of auxiliary_losses."
             )
         if "threshold" in self.options and hasattr(router, "num_experts"):
-            num_experts, modality = router.num_experts, self.options["modality"]
+            num_experts = router.num_experts // getattr(router, "ensemble_size", 1)
+            modality = self.options["modality"]
             pools = getattr(router, "expert_pools", None)
             if pools is not None and modality is not None:
                 num_experts = len(pools[modality])
@@ -271,6 +278,18 @@ class AuxiliaryLoss:
     @classmethod
     def from_config(cls, config: dict) -> "AuxiliaryLoss":
         return cls(**config)
+
+
+def _of_member(routing, router, mask, modality_ids, member):
+    """What a loss reads, for one member of an ensemble: its tokens and experts."""
+    _check_modality_ids(modality_ids)
+    own = router_losses.modality_mask(modality_ids, member, mask)
+    size = router.num_experts // router.ensemble_size
+    columns = slice(member * size, (member + 1) * size)
+    # The logits of other tokens are minus infinity here, of which the softmax is NaN.
+    kept = ops.expand_dims(own, -1)
+    record = Routing(*(ops.where(kept, x[..., columns], 0.0) for x in routing))
+    return record, router, own, None
 
 
 def limoe_losses(

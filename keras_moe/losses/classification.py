@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_moe._checks import check_class_labels
+from keras_moe._checks import check_class_labels, unfit
 from keras_moe._types import DType, Tensor
 
 
@@ -26,7 +26,6 @@ class SigmoidCrossentropy(keras.losses.Loss):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import SigmoidCrossentropy
     >>> loss = SigmoidCrossentropy()(np.ones((1, 2)), np.zeros((1, 2)))
     >>> round(float(loss), 4)  # two classes, log 2 each
@@ -74,7 +73,6 @@ class SparseSigmoidCrossentropy(SigmoidCrossentropy):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
     >>> logits = np.array([[1.0, -2.0, 0.5]])
     >>> sparse = SparseSigmoidCrossentropy()(np.array([[0, 2, -1, -1]]), logits)
@@ -93,10 +91,8 @@ class SparseSigmoidCrossentropy(SigmoidCrossentropy):
         super().__init__(from_logits, reduction, name, dtype)
         # Keras casts labels, too: bfloat16 turns 257 into 256.
         if self.dtype not in ("float32", "float64"):
-            raise ValueError(
-                "Expected dtype float32 or float64, in which numbers of classes are "
-                f"exact; received: dtype={self.dtype!r}"
-            )
+            expected = "dtype float32 or float64, in which numbers of classes are exact"
+            raise unfit(expected, dtype=self.dtype)
 
     def __call__(self, y_true, y_pred, sample_weight=None):
         # A graph cannot raise an error for an unknown class.

@@ -17,6 +17,7 @@ from keras_moe._checks import (
     check_concrete,
     check_one_of,
     check_positive,
+    unfit,
 )
 from keras_moe._types import Tensor
 from keras_moe.losses._pairs import (
@@ -73,7 +74,6 @@ def softmax_contrastive_loss(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import softmax_contrastive_loss
     >>> images = np.eye(2, dtype="float32")
     >>> round(float(softmax_contrastive_loss(images, images, logit_scale=1.0)), 4)
@@ -156,7 +156,6 @@ def sigmoid_contrastive_loss(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import sigmoid_contrastive_loss
     >>> images = np.eye(2, dtype="float32")
     >>> loss = sigmoid_contrastive_loss(images, images, 2.0, logit_bias=-1.0)
@@ -211,7 +210,6 @@ class ContrastiveLoss(keras.losses.Loss):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras import ops
     >>> from keras_moe.losses import ContrastiveLoss
     >>> class Distance(ContrastiveLoss):
@@ -257,10 +255,8 @@ def mean_over_pairs(losses: Tensor, sample_weight: Tensor | None = None) -> Tens
     if len(losses.shape) == 0:
         return losses
     if len(losses.shape) > 1:
-        raise ValueError(
-            "Expected a loss that is a scalar or a number for each pair, (batch,); "
-            f"received: shape={tuple(losses.shape)}"
-        )
+        expected = "a loss that is a scalar or a number for each pair, (batch,)"
+        raise unfit(expected, shape=tuple(losses.shape))
     if sample_weight is None:
         return ops.mean(losses)
     weights = ops.cast(sample_weight, losses.dtype)
@@ -307,7 +303,6 @@ class SoftmaxContrastiveLoss(_FunctionLoss):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import SoftmaxContrastiveLoss
     >>> x = np.eye(2, dtype="float32")
     >>> outputs = {"image_embeddings": x, "text_embeddings": x, "logit_scale": 1.0}
@@ -333,7 +328,6 @@ class SigmoidContrastiveLoss(_FunctionLoss):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import SigmoidContrastiveLoss
     >>> x = np.eye(2, dtype="float32")
     >>> outputs = {"image_embeddings": x, "text_embeddings": x}
@@ -388,7 +382,6 @@ class LogScaleBound(keras.constraints.Constraint):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import LogScaleBound
     >>> round(float(LogScaleBound(100.0)(np.float32(7.0))), 4)  # log 100
     4.6052
@@ -420,7 +413,6 @@ def count_duplicate_pairs(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import count_duplicate_pairs
     >>> int(count_duplicate_pairs(np.array([4, 9, 4, 2]), np.array([0, 1, 1, 3])))
     3

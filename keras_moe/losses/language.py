@@ -27,7 +27,6 @@ def token_log_likelihoods(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import token_log_likelihoods
     >>> tokens, kernel = np.ones((1, 2, 1), "float32"), np.zeros((1, 4), "float32")
     >>> values = token_log_likelihoods(tokens, kernel, np.array([[3, -1]]))
@@ -58,10 +57,8 @@ def token_log_likelihoods(
 
 
 def _chunk_size(batch, length):
-    """Chunks of one size, of about 512 tokens on each device.
-
-    With fewer, reading the kernel and its gradient takes most of the time.
-    """
+    """Chunks of one size, of about 512 tokens on each device."""
+    # With fewer, reading the kernel and its gradient takes most of the time.
     size = max(128, 512 // max(1, batch // batch_devices())) if batch else 128
     if not length:
         return size
@@ -127,22 +124,7 @@ def _joined(chunks):
 
 
 def logit_log_likelihoods(logits: Tensor, targets: Tensor) -> Tensor:
-    """Log-likelihoods of target ids under logits.
-
-    Args:
-        logits: (B, N, V).
-        targets: integers (B, N); negative ones are ignored.
-
-    Returns: float32 (B, N), 0 for ignored targets.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.losses import logit_log_likelihoods
-    >>> values = logit_log_likelihoods(np.zeros((1, 1, 4)), np.array([[-1]]))
-    >>> np.array(values).tolist()
-    [[0.0]]
-    """
+    """Log-likelihoods (B, N) of target ids under logits (B, N, V); 0 below id 0."""
     logits, targets = ops.cast(logits, "float32"), ops.cast(targets, "int32")
     known = ops.expand_dims(ops.maximum(targets, 0), -1)
     own = ops.squeeze(ops.take_along_axis(logits, known, axis=-1), -1)
@@ -162,7 +144,6 @@ def next_tokens(token_ids: Tensor, documents: Tensor) -> Tensor:
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.losses import next_tokens
     >>> targets = next_tokens(np.array([[5, 6, 7, 0]]), np.array([[1, 1, 2, 0]]))
     >>> np.array(targets).tolist()

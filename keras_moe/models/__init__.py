@@ -30,6 +30,7 @@ from keras_moe.models.conversion.keras_hub_experts import replace_moe
 from keras_moe.models.export import export_weights
 from keras_moe.models.loading.blueprint import Blueprint, Description, Part, resolve
 from keras_moe.models.preprocessing.images import ImagePreprocessor
+from keras_moe.models.preprocessing.patches import pad_patches
 from keras_moe.models.preprocessing.tokenizer import TextTokenizer, pack
 from keras_moe.models.presets import (
     abstract,
@@ -99,6 +100,7 @@ __all__ = [
     "image_tower",
     "list_presets",
     "pack",
+    "pad_patches",
     "register_backbone",
     "register_presets",
     "register_task",

@@ -79,12 +79,7 @@ class _Submodules:
 def loaded_on_demand(
     modules: Mapping[str, Sequence[str]], absent: Sequence[str] = ()
 ) -> Iterator[None]:
-    """Defers the import of some modules within the context.
-
-    A module is loaded when one of its attributes is accessed, except those listed in
-    `modules`, which may be accessed at import time. Nothing is deferred if a module is
-    already loaded or not installed. Code imported within keeps the placeholders.
-    """
+    """Defers imports within the context to the first use of an unlisted attribute."""
     roots = {name for name in modules if "." not in name}
     if any(name in sys.modules or not _is_installed(name) for name in roots):
         yield

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import keras
 
+from keras_moe._checks import unfit
 from keras_moe._compat import hub_file, is_cached_of_storage
 from keras_moe._files import read_text, regular_file
 
@@ -146,9 +147,7 @@ def local(address: str) -> str:
                 raise cause from None
             if isinstance(cause, HTTPError):
                 cause.close()
-            raise ValueError(
-                f"Expected a file that can be downloaded from {url}; received: {error}"
-            ) from error
+            raise unfit(f"a file that can be downloaded from {url}", error) from error
         os.replace(file, target)
     return str(target)
 

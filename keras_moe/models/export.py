@@ -14,7 +14,13 @@ from keras_moe.models.backbones.clip import CLIPBackbone
 from keras_moe.models.backbones.decoder import DecoderBackbone
 from keras_moe.models.backbones.text import TextBackbone
 from keras_moe.models.backbones.vit import ViTBackbone
-from keras_moe.models.conversion import _gpt2, _moepp, _openclip, _transformers
+from keras_moe.models.conversion import (
+    _gpt2,
+    _moepp,
+    _openclip,
+    _timm,
+    _transformers,
+)
 from keras_moe.models.conversion._rules import Normalization
 from keras_moe.models.conversion._spec import ACTIVATIONS, CLIP_IMAGES
 from keras_moe.models.conversion.published_weights import KERNEL, POSITIONS
@@ -22,6 +28,7 @@ from keras_moe.models.conversion.published_weights import KERNEL, POSITIONS
 # What makes the tensors and files of image and text models, and of language models.
 _TOWERS = {
     "open_clip": _openclip.openclip_files,
+    "timm": _timm.timm_files,
     "transformers": _transformers.transformers_files,
 }
 _LANGUAGE = {
@@ -35,15 +42,16 @@ _ACTIVATIONS = {own: name for name, own in reversed(ACTIVATIONS.items())}
 
 
 def export_weights(model: KerasModel, library: str, folder: str | os.PathLike) -> None:
-    """Writes a model so that transformers, OpenCLIP or MoE++'s code can load it.
+    """Writes a model so that transformers, OpenCLIP, timm or MoE++'s code can load it.
 
     `transformers` can load `CLIPModel`, `SiglipModel`, single towers of both, and a
     `ViTBackbone` with LayerScale as `Dinov2Model`, and a dense `DecoderBackbone` with
-    GPT-2's parts as `GPT2LMHeadModel`; `open_clip` can load image-text
-    models with its own image towers; `moe_plus_plus`, the released code of MoE++'s
-    language models, a `DecoderBackbone` with its kind of experts. Weights are float32,
-    in `.safetensors` files of up to 5 GB with a config. Only GPT-2's tokenizer is
-    exported.
+    GPT-2's parts as `GPT2LMHeadModel`; `open_clip` can load image-text models with its
+    own image towers; `timm.create_model("local-dir:FOLDER")` a `ViTBackbone` with
+    DINOv3's parts; `moe_plus_plus`, the released code of MoE++'s language models, a
+    `DecoderBackbone` with its kind of experts. Weights are float32, in `.safetensors`
+    files of up to 5 GB with a config. The tokenizers of GPT-2 and SigLIP 2 are
+    exported, too.
 
     Converted weights round-trip bit for bit. The exception is CLIP's image
     normalisation, which is folded into the patch embedding: kernels that were half
@@ -54,7 +62,7 @@ def export_weights(model: KerasModel, library: str, folder: str | os.PathLike) -
     Args:
         model: `CLIPBackbone`, `ViTBackbone`, `TextBackbone`, `DecoderBackbone`, or a
             task with one.
-        library: `"transformers"`, `"open_clip"` or `"moe_plus_plus"`.
+        library: `"transformers"`, `"open_clip"`, `"timm"` or `"moe_plus_plus"`.
         folder: a new or empty folder, or an earlier export, whose weights and configs
             are replaced once the new files are complete.
 
@@ -80,7 +88,7 @@ def export_weights(model: KerasModel, library: str, folder: str | os.PathLike) -
     >>> type(models.from_preset(folder)).__name__
     'TextBackbone'
     """
-    check_one_of("library", library, ("transformers", "open_clip", "moe_plus_plus"))
+    check_one_of("library", library, tuple({**_TOWERS, **_LANGUAGE}))
     exported = ExportedModel.of(model)
     formats = _LANGUAGE if exported.is_decoder else _TOWERS
     if library not in formats:
@@ -109,10 +117,9 @@ def export_weights(model: KerasModel, library: str, folder: str | os.PathLike) -
         for name, part in shards.items():
             write_bytes(staging / name, save(part, {"format": "pt"}))
         for name, content in files.items():
-            if isinstance(content, str):
-                write_bytes(staging / name, content.encode())
-            else:
-                write_json(staging / name, content)
+            content = content.encode() if isinstance(content, str) else content
+            write = write_bytes if isinstance(content, bytes) else write_json
+            write(staging / name, content)
 
 
 def _shards(tensors, weights_name):
@@ -164,10 +171,7 @@ class ExportedTower(NamedTuple):
             if name not in values:
                 continue
             if values[name] != value:
-                raise ValueError(
-                    f"Expected {name}={value!r} for {kind}; received: "
-                    f"{name}={values[name]!r}"
-                )
+                raise unfit(f"{name}={value!r} for {kind}", f"{name}={values[name]!r}")
 
     def square(self, name: str, kind: str) -> int:
         value = self.config[name]
@@ -221,6 +225,7 @@ class ExportedModel(NamedTuple):
     towers: dict[str, ExportedTower]
     logits: dict[str, np.ndarray]
     preprocessor: Any = None
+    tokenizer: Any = None
     is_decoder: bool = False
 
     @classmethod
@@ -235,14 +240,14 @@ class ExportedModel(NamedTuple):
             )
         values, config = _values(model), backbone.get_config()
         preprocessor = getattr(model, "image_preprocessor", None)
+        tokenizer = getattr(model, "preprocessor", None)
         if isinstance(backbone, CLIPBackbone):
             towers = _pair_towers(config, values, preprocessor)
-            return cls(towers, _below(values, "logit_scale/"), preprocessor)
+            return cls(towers, _below(values, "logit_scale/"), preprocessor, tokenizer)
         if isinstance(backbone, texts):
-            tokenizer = getattr(model, "preprocessor", None)
             is_decoder = isinstance(backbone, DecoderBackbone)
             text = ExportedTower(config, values)
-            return cls({"text": text}, {}, tokenizer, is_decoder)
+            return cls({"text": text}, {}, None, tokenizer, is_decoder)
         pooling = size = None
         if model is not backbone:
             head = model.get_config()

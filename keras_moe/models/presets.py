@@ -154,7 +154,8 @@ def convert(
             ViT or Mixer, OpenCLIP, transformers' CLIP, SigLIP or DINO, SigLino, GPT-2,
             or MoE++'s language models, in several files, too; or a KerasHub ViT, CLIP,
             SigLIP, GPT-2, Llama, Mistral or Qwen 3 model or preset. Image-text models
-            become a `ContrastiveModel`, with CLIP's tokenizer if its files are there.
+            become a `ContrastiveModel`, with the tokenizer of CLIP or SigLIP 2 if it is
+            there.
         task: `"backbone"` or a task name; None decides as in `from_preset`.
         load_weights: whether to load the weights; False creates only the architecture.
         progress: function of (done, total, name), called before each weight.

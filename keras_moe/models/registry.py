@@ -5,13 +5,14 @@ import functools
 import importlib.util
 import json
 import re
+import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import NamedTuple, TypeVar
 
 import keras
 
-from keras_moe._checks import check_argument_names, nearest
+from keras_moe._checks import check_argument_names, nearest, unfit
 from keras_moe._files import shipped_files
 from keras_moe._types import KerasModel
 
@@ -35,48 +36,26 @@ _OPTIONAL = {
 _ENTRIES = ["description", "backbone", "config", *_OPTIONAL, "variant"]
 
 
-@overload
-def register_backbone(
-    cls: T, *, presets: Mapping[str, Mapping[str, Any]] | None = None
-) -> T: ...
-@overload
-def register_backbone(
-    cls: None = None, *, presets: Mapping[str, Mapping[str, Any]] | None = None
-) -> Callable[[T], T]: ...
-def register_backbone(cls=None, *, presets=None):
+def register_backbone(cls: T) -> T:
     """Decorator that registers a backbone family under its class name.
 
     Args:
         cls: a `MoEBackbone`, registered with Keras as serialisable.
-        presets: presets of this backbone; see `register_presets`.
 
     Example:
 
     >>> import keras
     >>> from keras_moe import models
-    >>> @models.register_backbone(
-    ...     presets={
-    ...         "my_vit": {
-    ...             "description": "A ViT of two blocks",
-    ...             "config": {"num_layers": 2, "hidden_dim": 8, "num_heads": 2},
-    ...         }
-    ...     }
-    ... )
+    >>> @models.register_backbone
     ... @keras.saving.register_keras_serializable("my_package")
     ... class MyViT(models.ViTBackbone):
     ...     pass
-    >>> type(models.from_preset("my_vit", mlp_dim=16)).__name__
+    >>> preset = {"description": "a ViT", "backbone": MyViT, "config": {"mlp_dim": 8}}
+    >>> models.register_presets({"my_vit": preset})
+    >>> type(models.abstract("my_vit")).__name__
     'MyViT'
     """
-
-    def register(cls):
-        _register(cls, _BACKBONES)
-        register_presets(
-            {name: {"backbone": cls, **spec} for name, spec in (presets or {}).items()}
-        )
-        return cls
-
-    return register if cls is None else register(cls)
+    return _register(cls, _BACKBONES)
 
 
 def register_task(cls: T) -> T:
@@ -105,10 +84,8 @@ def register_task(cls: T) -> T:
     """
     for name, kind in (("backbone_cls", type), ("task_name", str)):
         if not isinstance(getattr(cls, name, None), kind):
-            raise ValueError(
-                f"Expected a task with {name}; received: "
-                f"{cls.__name__}.{name}={getattr(cls, name, None)!r}"
-            )
+            expected = f"a task with {name}"
+            raise unfit(expected, f"{cls.__name__}.{name}={getattr(cls, name, None)!r}")
     return _register(cls, _TASKS)
 
 
@@ -145,10 +122,8 @@ def register_presets(presets: Mapping[str, dict]) -> None:
     for name, spec in presets.items():
         check_argument_names(spec, _ENTRIES, f"the preset {name!r}")
         if not spec.keys() >= {"description", "backbone", "config"}:
-            raise ValueError(
-                f"Expected description, backbone and config of the preset {name!r}; "
-                f"received: {sorted(spec)}"
-            )
+            expected = f"description, backbone and config of the preset {name!r}"
+            raise unfit(expected, sorted(spec))
         spec = {**_OPTIONAL, **copy.deepcopy(dict(spec))}
         for part in ("backbone", "task"):
             if isinstance(spec[part], type):
@@ -164,17 +139,12 @@ def register_presets(presets: Mapping[str, dict]) -> None:
 def _register(cls, classes):
     name = keras.saving.get_registered_name(cls)
     if keras.saving.get_registered_object(name) is not cls:
-        raise ValueError(
-            "Expected a class under "
-            f"@keras.saving.register_keras_serializable(...); received: {cls!r}"
-        )
+        expected = "a class under @keras.saving.register_keras_serializable(...)"
+        raise unfit(expected, repr(cls))
     known = classes.get(cls.__name__, cls)
     # Notebook cells may run again.
     if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-        raise ValueError(
-            f"Expected a new name for {cls!r}; received: {cls.__name__}, the name of "
-            f"{known!r}"
-        )
+        raise unfit(f"a new name for {cls!r}", f"{cls.__name__}, the name of {known!r}")
     classes[cls.__name__] = cls
     return cls
 
@@ -206,15 +176,6 @@ def _registered_names(config):
 def presets() -> dict[str, dict]:
     """Returns a copy of all presets by name, as in `register_presets`."""
     return copy.deepcopy(_PRESETS)
-
-
-def presets_of(cls: type) -> dict[str, dict]:
-    """Returns the presets of a class in the format of KerasHub's `presets`."""
-    return {
-        name: {"metadata": {"description": summary(spec), "source": spec["source"]}}
-        for name, spec in presets().items()
-        if cls.__name__ in (spec["backbone"], spec["task"])
-    }
 
 
 def summary(spec: dict) -> str:
@@ -260,10 +221,8 @@ def named_task_class(name: str) -> type:
 
 def _by_name(name, classes, kind):
     if name not in classes:
-        raise ValueError(
-            f"Expected the class of a registered {kind}; received: {name!r} "
-            f"({nearest(str(name), sorted(classes))})"
-        )
+        expected = f"the class of a registered {kind}"
+        raise unfit(expected, f"{name!r} ({nearest(str(name), sorted(classes))})")
     return classes[name]
 
 
@@ -364,51 +323,9 @@ class Variant(NamedTuple):
         }
 
 
-_SCALING = "Scaling Vision Transformers, Table 2; big_vision models/vit.py"
-_MIXER = "MLP-Mixer, Table 1; vit_jax configs/models.py"
-_CLIP = (
-    "Learning Transferable Visual Models From Natural Language Supervision, Table 20"
-)
-_SIGLIP = "Sigmoid Loss for Language Image Pre-Training; big_vision models/vit.py"
-_MOEPP = "MoE++, Table 2"
-_GPT2 = "muMoE, experiments/nanoGPT/model.py"
-_EMOJI = "keras_moe: trains on emoji of 32 x 32 pixels in a few minutes"
-_PYTHON = "keras_moe: trains on Python's documentation in some minutes"
-_DIGITS = "keras_moe: trains on 8 x 8 digits in about a minute"
-_VMOE = "google-research/vmoe configs/vmoe_paper; LIMoE, Table 4"
-
-# Two different sizes are both called "S": V-MoE's and LIMoE's has 8 layers of width
-# 512, ViT's 12 layers of width 384.
+_SIZES = Path(__file__).with_name("variants.toml").read_text(encoding="utf-8")
 VARIANTS = {
-    "vit/Ti": Variant(192, 12, 3, 768, _SCALING),
-    "vit/S": Variant(384, 12, 6, 1536, _SCALING),
-    "vit/B": Variant(768, 12, 12, 3072, _SCALING),
-    "vit/L": Variant(1024, 24, 16, 4096, _SCALING),
-    "vit/H": Variant(1280, 32, 16, 5120, _SCALING),
-    "vmoe/S": Variant(512, 8, 8, 2048, _VMOE),
-    "vmoe/B": Variant(768, 12, 12, 3072, _VMOE),
-    "vmoe/L": Variant(1024, 24, 16, 4096, _VMOE),
-    "vmoe/H": Variant(1280, 32, 16, 5120, _VMOE),
-    "mixer/S": Variant(512, 8, None, 2048, _MIXER, token_mlp_dim=256),
-    "mixer/B": Variant(768, 12, None, 3072, _MIXER, token_mlp_dim=384),
-    "mixer/L": Variant(1024, 24, None, 4096, _MIXER, token_mlp_dim=512),
-    "mixer/H": Variant(1280, 32, None, 5120, _MIXER, token_mlp_dim=640),
-    # CLIP's image towers are ViTs; its text towers are narrower.
-    "clip_text/B": Variant(512, 12, 8, 2048, _CLIP),
-    "clip_text/L": Variant(768, 12, 12, 3072, _CLIP),
-    # Both towers have the same size.
-    "siglip/B": Variant(768, 12, 12, 3072, _SIGLIP),
-    "siglip/L": Variant(1024, 24, 16, 4096, _SIGLIP),
-    "siglip/So400m": Variant(
-        1152, 27, 16, 4304, "Getting ViT in Shape, Table 1; big_vision models/vit.py"
-    ),
-    # H of each expert.
-    "moepp_lm/0.6B": Variant(768, 12, 12, 2048, _MOEPP),
-    "moepp_lm/7B": Variant(1536, 24, 16, 4096, _MOEPP),
-    "gpt2/S": Variant(768, 12, 12, 3072, _GPT2),
-    "python_docs/Ti": Variant(96, 4, 4, 64, _PYTHON),
-    "emoji/Ti": Variant(64, 4, 4, 192, _EMOJI),
-    "emoji/S": Variant(96, 4, 4, 192, _EMOJI),
-    "digits/Ti": Variant(64, 4, 4, 128, _DIGITS),
-    "digits_mixer/Ti": Variant(64, 4, None, 128, _DIGITS, token_mlp_dim=32),
+    # A Mixer has no heads.
+    name: Variant(**{"num_heads": None, **sizes})
+    for name, sizes in tomllib.loads(_SIZES).items()
 }

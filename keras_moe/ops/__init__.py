@@ -18,7 +18,6 @@ from keras_moe.ops.plans import (
 from keras_moe.ops.sparse_transport import sparse_transport
 from keras_moe.ops.token_choice import (
     dropless_token_choice,
-    selected_experts,
     token_choice,
 )
 from keras_moe.ops.transport import Transport, sinkhorn
@@ -43,7 +42,6 @@ __all__ = [
     "grouped_matmul",
     "grouped_mlp",
     "heterogeneous_capacity",
-    "selected_experts",
     "sinkhorn",
     "sparse_transport",
     "token_choice",

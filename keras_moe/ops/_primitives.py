@@ -134,10 +134,7 @@ def is_transformed() -> bool:
 
 
 def replica_sum(x: Tensor) -> Tensor:
-    """The sum of what replicas have, where each runs a program of its own.
-
-    On JAX one program has the whole batch, whatever devices it is on.
-    """
+    """The sum over replicas that run programs of their own, which JAX's do not."""
     backend = keras.backend.backend()
     if backend == "tensorflow":
         from keras_moe._backends import tensorflow

@@ -41,24 +41,13 @@ class Cost(_Cost):
 
     @classmethod
     def all_active(cls, weight_shapes: Mapping, flops: int = 0) -> "Cost":
-        """The cost of a layer whose weights all tokens use.
-
-        Args:
-            weight_shapes: the shape of each trained weight, by path.
-            flops: floating-point operations.
-        """
+        """The cost of a layer whose weights, named by path, all tokens use."""
         parameters = sum(map(math.prod, weight_shapes.values()))
         return cls(parameters, parameters, flops)
 
     @classmethod
     def of_dense(cls, inputs: int, units: int, use_bias: bool = True) -> "Cost":
-        """The cost of a dense layer for one vector.
-
-        Args:
-            inputs: size of the vector.
-            units: size of the result.
-            use_bias: whether the layer has a bias.
-        """
+        """The cost of a dense layer for one vector."""
         shapes = {"kernel": (inputs, units), "bias": (units if use_bias else 0,)}
         return cls.all_active(shapes, 2 * inputs * units)
 

@@ -46,7 +46,6 @@ def entmax(logits: Tensor, alpha: float = 1.5, axis: int = -1) -> Tensor:
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.ops import entmax
     >>> np.array(entmax(np.array([1.0, 1.0, -1.0], "float32"))).tolist()
     [0.5, 0.5, 0.0]

@@ -38,7 +38,6 @@ def expert_choice(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.ops import expert_choice
     >>> gates = np.array([[[0.6, 0.4], [0.9, 0.1], [0.2, 0.8]]], "float32")
     >>> plan = expert_choice(gates, gates, capacity=2)

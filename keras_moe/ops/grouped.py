@@ -27,7 +27,6 @@ def grouped_matmul(rows: Tensor, kernels: Tensor, group_sizes: Tensor) -> Tensor
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.ops import grouped_matmul
     >>> rows = np.array([[1.0], [2.0], [3.0], [4.0]], "float32")
     >>> kernels = np.array([[[1.0]], [[10.0]]], "float32")
@@ -78,7 +77,6 @@ def grouped_mlp(
     Example:
 
     >>> import keras
-    >>> import numpy as np
     >>> from keras_moe.ops import grouped_mlp
     >>> rows = np.array([[1.0], [-2.0], [3.0], [4.0]], "float32")
     >>> hidden = np.array([[[1.0]], [[10.0]]], "float32")

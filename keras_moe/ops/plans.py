@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from keras import ops
 
-from keras_moe._checks import fits_shape
+from keras_moe._checks import fits_shape, unfit
 from keras_moe._types import Size, Tensor
 from keras_moe.ops._primitives import take_along_axis, vmap_groups
 from keras_moe.ops._rows import add_slots, combine_rows, gather_rows, gather_slots
@@ -73,7 +73,6 @@ class DensePlan(NamedTuple):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import ops
     >>> gates = np.array([[[0.75, 0.25], [0.5, 0.5]]], "float32")
     >>> plan = ops.token_choice(gates, gates, num_selected_experts=1, capacity=1)
@@ -125,7 +124,6 @@ class SoftPlan(NamedTuple):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import ops
     >>> weights = np.full((1, 4, 2, 1), 0.25, "float32")
     >>> plan = ops.SoftPlan(dispatch_weights=weights, combine_weights=2 * weights)
@@ -170,7 +168,6 @@ class RoutingPlan(NamedTuple):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import ops
     >>> gates = np.array([[[0.75, 0.25], [0.5, 0.5], [0.25, 0.75]]], "float32")
     >>> plan = ops.token_choice(gates, gates, num_selected_experts=1, capacity=1)
@@ -283,7 +280,6 @@ class SlotPlan(NamedTuple):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import ops
     >>> gates = np.array([[[0.75, 0.25], [0.5, 0.5], [0.25, 0.75]]], "float32")
     >>> plan = ops.expert_choice(gates, gates, capacity=1)
@@ -368,7 +364,6 @@ class RaggedPlan(NamedTuple):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import ops
     >>> gates = np.array([[[0.75, 0.25], [0.25, 0.75], [0.5, 0.5]]], "float32")
     >>> plan = ops.dropless_token_choice(gates, gates, num_selected_experts=1)
@@ -444,7 +439,6 @@ class HeterogeneousPlan(NamedTuple):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import ops
     >>> gates = np.array([[[0.7, 0.1, 0.2], [0.1, 0.3, 0.6]]], "float32")
     >>> plan = ops.token_choice(gates, gates, 1, capacity=1, in_place_experts=1)
@@ -576,8 +570,6 @@ def _check(name, value, sizes):
     """The value as a tensor (*sizes, dim); the plan knows the sizes."""
     value = ops.convert_to_tensor(value)
     if not fits_shape(value.shape, (*sizes, None)):
-        raise ValueError(
-            f"Expected {name} of shape {(*sizes, 'dim')}, as in the plan; "
-            f"received: {name}.shape={tuple(value.shape)}"
-        )
+        expected = f"{name} of shape {(*sizes, 'dim')}, as in the plan"
+        raise unfit(expected, f"{name}.shape={tuple(value.shape)}")
     return value

@@ -72,7 +72,6 @@ def sparse_transport(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.ops.sparse_transport import sparse_transport
     >>> utility = np.array([[[0.9, 0.1], [0.8, 0.2], [0.6, 0.4], [0.5, 0.5]]])
     >>> transport = sparse_transport(utility.astype("float32"), max_nonzeros=2)
@@ -127,21 +126,6 @@ def potentials(
     if side == "token":
         return newton_of_tokens(values, mass, max_nonzeros, iterations), None
     return ExpertDual(values, mass, target, max_nonzeros).solve(iterations)
-
-
-def semi_dual(
-    potential: Tensor,
-    values: Tensor,
-    allowed: Tensor,
-    mass: Tensor,
-    target: Tensor,
-    max_nonzeros: Size | None,
-) -> Tensor:
-    """The objective that solvers minimise: a bound on the worth of the best plan."""
-    values = values + potential
-    plan = project(values, allowed, mass, max_nonzeros)
-    worth = ops.sum(plan * (values - 0.5 * plan), axis=(1, 2))
-    return worth - ops.sum(target * potential, axis=(1, 2))
 
 
 def project(

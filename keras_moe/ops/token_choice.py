@@ -14,6 +14,7 @@ from keras_moe._checks import (
     check_one_of,
     check_selected,
     fits_shape,
+    unfit,
 )
 from keras_moe._types import Size, Tensor
 from keras_moe.ops._primitives import (
@@ -78,7 +79,6 @@ def token_choice(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.ops import token_choice
     >>> gates = np.array([[[0.6, 0.4], [0.9, 0.1]]], "float32")
     >>> plan = token_choice(gates, gates, 1, capacity=1, priority="max_gate")
@@ -247,7 +247,6 @@ def dropless_token_choice(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import ops
     >>> gates = np.array([[[0.6, 0.4], [0.9, 0.1]]], "float32")
     >>> plan = ops.dropless_token_choice(gates, gates, num_selected_experts=1)
@@ -361,22 +360,7 @@ def top_experts(affinity, gates, num_selected_experts):
 
 
 def selected_experts(affinity: Tensor, num_selected_experts: int) -> Tensor:
-    """The experts that each token selects, whether or not they have room for it.
-
-    Args:
-        affinity: float32 (G, S, E); ties take the lowest expert.
-        num_selected_experts: K, experts per token.
-
-    Returns: float32 (G, S, E): 1 for the K experts of largest affinity, else 0.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops import selected_experts
-    >>> affinity = np.array([[[0.2, 0.5, 0.3]]], "float32")
-    >>> np.array(selected_experts(affinity, 2)).tolist()
-    [[[0.0, 1.0, 1.0]]]
-    """
+    """1 for the K experts of largest affinity (G, S, E), else 0, as float32."""
     affinity = ops.convert_to_tensor(affinity)
     check_selected(num_selected_experts, affinity.shape[-1])
     experts, weights = top_experts(affinity, affinity, num_selected_experts)
@@ -388,10 +372,8 @@ def _rank(priority, affinity, num_selected_experts):
     if priority is not None and not isinstance(priority, str):
         rank = ops.convert_to_tensor(priority)
         if not fits_shape(rank.shape, affinity.shape[:2]):
-            raise ValueError(
-                f"Expected numbers of shape {tuple(affinity.shape[:2])} as priority; "
-                f"received: priority.shape={tuple(rank.shape)}"
-            )
+            expected = f"numbers of shape {tuple(affinity.shape[:2])} as priority"
+            raise unfit(expected, f"priority.shape={tuple(rank.shape)}")
     elif check_one_of("priority", priority, PRIORITIES) == "first_come":
         return None
     # The affinity allocates, and the gates only weigh the outputs.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from keras import ops
 
-from keras_moe._checks import check_integer, check_mask
+from keras_moe._checks import check_integer, check_mask, unfit
 from keras_moe._types import Tensor
 from keras_moe.ops._primitives import max_along
 
@@ -29,7 +29,6 @@ class Transport(NamedTuple):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import ops
     >>> transport = ops.sinkhorn(np.zeros((1, 4, 2), "float32"))
     >>> np.array(transport.column_marginals).tolist()
@@ -55,10 +54,8 @@ def token_mass(logits: Tensor, mask: Tensor | None = None) -> Tensor:
 def check_matrix(name: str, matrix: Tensor, mask: Tensor | None) -> None:
     """Validates the shapes of a matrix (G, S, E) and a mask (G, S)."""
     if len(matrix.shape) != 3:
-        raise ValueError(
-            f"Expected {name} of shape (groups, tokens, experts); "
-            f"received: {name}.shape={tuple(matrix.shape)}"
-        )
+        expected = f"{name} of shape (groups, tokens, experts)"
+        raise unfit(expected, f"{name}.shape={tuple(matrix.shape)}")
     check_mask("mask", mask, matrix.shape[:2])
 
 
@@ -80,7 +77,6 @@ def sinkhorn(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.ops import sinkhorn
     >>> logits = np.array([[[9.0, 0.0], [8.0, 0.0]]], "float32")
     >>> plan = sinkhorn(logits, iterations=100).plan  # both would like expert 0

@@ -90,9 +90,7 @@ def _with_texts(inputs, second, model):
         # TensorFlow's strings are bytes.
         captions = captions.numpy() if hasattr(captions, "numpy") else captions
         if isinstance(captions, str):
-            raise ValueError(
-                f"Expected captions as a list of texts; received: {captions!r:.80}"
-            )
+            raise unfit("captions as a list of texts", f"{captions!r:.80}")
         captions = [plain_text(caption) for caption in captions]
         if "token_ids" not in inputs:
             if getattr(model, "preprocessor", None) is None:
@@ -222,14 +220,14 @@ def _symbols(model):
         ]
         is_pair = embeddings and len(embeddings) == 2
         return {"routing": routing, **({"embeddings": embeddings} if is_pair else {})}
-    if getattr(model, "pooler", None) is None:
+    if getattr(model, "encoded", None) is None:
         return {"routing": routing, "outputs": model.output}
     # A classifier calls its backbone as a layer, and records are in the backbone's
     # graph: one model of both would compute the backbone twice.
     after = {"outputs": model.output}
     if "head" in routing:
         after["head"] = routing["head"]
-    after = keras.Model(model.pooler.input, after)(model.backbone.output)
+    after = keras.Model(model.encoded, after)(model.backbone.output)
     outputs = after.pop("outputs")
     return {"routing": {**routing, **after}, "outputs": outputs}
 

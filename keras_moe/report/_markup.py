@@ -4,14 +4,17 @@ Axes: N tokens, E experts, K entries kept per token, R rows, C columns, T tile s
 """
 
 import base64
+import functools
 import io
 import json
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import jinja2
 import numpy as np
-from markupsafe import Markup, escape
+from markupsafe import Markup
 from numpy.typing import ArrayLike
 from PIL import Image
 
@@ -27,6 +30,19 @@ _GAP = 1
 # whether it serves the token, and the value as a fraction of the largest.
 VALUE_BITS = 15
 _LARGEST = 2**VALUE_BITS - 1
+ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=jinja2.StrictUndefined,
+)
+
+
+@functools.cache
+def parts() -> Any:
+    """The macros of parts.html."""
+    return ENVIRONMENT.get_template("parts.html").module
 
 
 # Sprites: many small images in one picture, with labels next to its rows.
@@ -104,13 +120,7 @@ def sprite_figure(
     tiles: ArrayLike, names: list[str], alt: str, caption: str, max_bytes: int = 60_000
 ) -> Markup:
     """A sprite with a label next to each row."""
-    uri, width, height = sprite(tiles, max_bytes)
-    rows = Markup("").join(Markup("<span>{}</span>").format(name) for name in names)
-    return Markup(
-        '<figure class="sprite"><div><div class="rows" aria-hidden="true">{}</div>'
-        '<img src="{}" alt="{}" width="{}" height="{}"></div>'
-        "<figcaption>{}</figcaption></figure>"
-    ).format(rows, uri, alt, width, height, caption)
+    return parts().sprite(names, *sprite(tiles, max_bytes), alt, caption)
 
 
 def sheet_of(tiles: np.ndarray) -> np.ndarray:
@@ -133,28 +143,16 @@ def expert_map(
     experts: np.ndarray, grid: tuple[int, int], image: str | None, title: str
 ) -> Markup:
     """A map of each patch's expert, over the image."""
-    paths, numbers = Markup(), Markup()
-    for expert, patches in _patches_by_value(experts).items():
-        if expert >= 0:
-            paths += Markup('<path class="c{}" d="{}"/>').format(
-                expert % COLOURS, _squares(patches, grid[1])
-            )
-    for row in range(grid[0]):
-        of_row = experts[row * grid[1] : (row + 1) * grid[1]]
-        # In the patches' corners, so that the image can be seen.
-        numbers += Markup('<text y="{}">{}</text>').format(
-            CELL * row + 3,
-            Markup().join(
-                Markup('<tspan x="{}">{}</tspan>').format(
-                    CELL * column + 0.6, expert if expert >= 0 else "x"
-                )
-                for column, expert in enumerate(of_row.tolist())
-            ),
-        )
+    paths = [
+        (f"c{expert % COLOURS}", _squares(patches, grid[1]))
+        for expert, patches in _patches_by_value(experts).items()
+        if expert >= 0
+    ]
     counts = Counter(experts.tolist()).most_common()
     texts = [f"{e if e >= 0 else 'none'} ({number})" for e, number in counts]
     alt = f"{title}, expert (number of patches): {', '.join(texts)}"
-    return map_figure(grid, image, paths + numbers, alt, title)
+    rows = experts.reshape(grid).tolist()
+    return parts().map(grid, CELL, image, title, alt, paths, rows)
 
 
 def heat_map(
@@ -163,53 +161,32 @@ def heat_map(
     """A map of shares of the patches, such as of an expert's slots, over the image."""
     largest = max(float(values.max(initial=0.0)), 1e-9)
     levels = np.rint(values / largest * _LEVELS).astype(int)
-    paths = Markup()
-    for level, patches in _patches_by_value(levels).items():
-        if level > 0:
-            paths += Markup('<path class="h{}" d="{}"/>').format(
-                level, _squares(patches, grid[1])
-            )
+    paths = [
+        (f"h{level}", _squares(patches, grid[1]))
+        for level, patches in _patches_by_value(levels).items()
+        if level > 0
+    ]
     row, column = divmod(int(values.argmax()), grid[1])
     alt = f"{title}, on the patch of row {row + 1}, column {column + 1}"
-    return map_figure(grid, image, paths, alt, title)
+    return parts().map(grid, CELL, image, title, alt, paths)
 
 
 def word_chips(experts: np.ndarray, words: Sequence[str], title: str) -> Markup:
     """The words of a caption, each with its expert."""
-    chips = Markup(" ").join(
-        Markup('<span class="chip {}">{}<sub>{}</sub></span>').format(
-            f"c{expert % COLOURS}" if expert >= 0 else "none",
-            word,
-            expert if expert >= 0 else "x",
-        )
+    chips = [
+        (f"c{expert % COLOURS}", word, expert) if expert >= 0 else ("none", word, "x")
         for word, expert in zip(words, experts.tolist())
-    )
-    return Markup('<p class="chips"><b>{}</b> {}</p>').format(title, chips)
+    ]
+    return parts().chips(chips, title)
 
 
 def legend(names: Sequence[str]) -> Markup:
     """A colour legend of experts."""
     shown = names[: 2 * COLOURS]
-    chips = Markup(" ").join(
-        Markup('<span class="chip c{}">{}</span>').format(expert % COLOURS, name)
-        for expert, name in enumerate(shown)
-    )
-    if len(names) > len(shown):
-        chips += escape(f" and so on to {len(names) - 1}")
-    return Markup('<p class="chips"><b>Experts</b> {}</p>').format(chips)
-
-
-def map_figure(
-    grid: tuple[int, int], image: str | None, content: Markup, alt: str, title: str
-) -> Markup:
-    """Returns a drawing over the image of an example, if it has one."""
-    picture = Markup("")
-    if image is not None:
-        picture = Markup('<use href="#{}"/>').format(image)
-    return Markup(
-        '<figure class="map"><svg viewBox="0 0 {} {}" role="img" aria-label="{}">'
-        "{}{}</svg><figcaption>{}</figcaption></figure>"
-    ).format(CELL * grid[1], CELL * grid[0], alt, picture, content, title)
+    chips = [(f"c{e % COLOURS}", name, "") for e, name in enumerate(shown)]
+    is_part = len(names) > len(shown)
+    more = f" and so on to {len(names) - 1}" if is_part else ""
+    return parts().chips(chips, "Experts", more)
 
 
 def _patches_by_value(values):

@@ -94,7 +94,7 @@ class LayerQueues:
         self._seen = self._left_out = 0
         # A pruned layer has fewer experts than its record.
         self.num_experts = layer.router.num_experts
-        self.selected = blocks[0].num_selected_experts
+        self.selected, self.members = blocks[0].num_selected_experts, blocks[0].members
         self.chooses = blocks[0].kind == "token_choice"
 
     @property
@@ -123,6 +123,7 @@ class LayerQueues:
             runs[block.modality] = slice(length, length + tokens)
             length += tokens
         size = per_group = len(counts)
+        length *= self.members
         if (wanted := self.examples_of(length)) is not None:
             per_group = self._examples or min(wanted, size)
         used = size // per_group * per_group
@@ -135,9 +136,16 @@ class LayerQueues:
             affinity = np.where(self._kept(), affinity, -np.inf)
         positions = np.zeros(affinity.shape, "int32")
         if used:
-            selected = self.selected if self.chooses else None
+            selected = None
+            if self.chooses:
+                selected = (self.selected or 1) // self.members
             priority = self._priority(affinity.shape[:2], runs)
-            positions = expert_queues(affinity, selected, priority, per_group, counts)
+            # Each member of an ensemble has its own experts, and queues.
+            positions = [
+                expert_queues(own, selected, priority, per_group, counts)
+                for own in np.split(affinity, self.members, axis=-1)
+            ]
+            positions = np.concatenate(positions, axis=-1)
         return Queues(
             positions,
             per_group * length,
@@ -149,7 +157,7 @@ class LayerQueues:
         )
 
     def examples_of(self, length: int) -> int | None:
-        """Number of examples per training group; None for the whole batch."""
+        """Examples of `length` routed tokens per training group; None for a batch."""
         if self._group_size is None:
             return None
         return max(self._group_size // length, 1)
@@ -253,7 +261,7 @@ def whole_groups(model: ReportedModel, batch_size: int) -> int:
         records = [model.keras_model.routing[block.key] for block in layer.blocks]
         lengths = [record.dispatched.shape[1] for record in records]
         if None not in lengths:
-            sizes.add(layer.examples_of(sum(lengths)))
+            sizes.add(layer.examples_of(layer.members * sum(lengths)))
     step = math.lcm(*(sizes - {None}))
     if step > _MOST_TIMES * batch_size:
         return batch_size

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_moe._checks import unfit
 from keras_moe.analysis.usage import masks_padding
 
 IMAGE, TEXT = "image", "text"
@@ -25,12 +26,14 @@ class Block(NamedTuple):
         kind: `"token_choice"`, `"expert_choice"`, `"soft"` or `"mumoe"`.
         expert_types: type of each of the E experts: `"ffn"`, `"zero"`, `"copy"`,
             `"constant"`, or `"pruned"` for removed ones.
-        num_selected_experts: K of token choice, or None.
+        num_selected_experts: K of token choice, or None; of an ensemble, the choices
+            of all members together.
         capacity_factor: capacity factor at inference; None if nothing is dropped.
         group_size: tokens per group at inference; None if each example is a group.
         training_capacity_factor: capacity factor in training, or None.
         pruning: method of `keras_moe.analysis.prune_experts`, or None.
         routes_padding: whether padding is routed and uses capacity.
+        members: members of an ensemble, each with its part of the experts.
     """
 
     key: str
@@ -44,6 +47,7 @@ class Block(NamedTuple):
     training_capacity_factor: float | None = None
     pruning: str | None = None
     routes_padding: bool = False
+    members: int = 1
 
     @property
     def is_sparse(self) -> bool:
@@ -127,12 +131,13 @@ def reported_model(
 ) -> ReportedModel:
     """Describes a Keras model for a report."""
     if not getattr(model, "routing", None):
-        raise ValueError(
-            "Expected a model with experts, whose `routing` has their records; "
-            f"received: {type(model).__name__} without"
-        )
+        expected = "a model with experts, whose `routing` has their records"
+        raise unfit(expected, f"{type(model).__name__} without")
     backbone = getattr(model, "backbone", model)
     inputs = model.input if isinstance(model.input, dict) else {"images": model.input}
+    if "grids" in inputs:
+        expected = "images of one shape for a report: load the model with"
+        raise unfit(f"{expected} max_patches=None", inputs=sorted(inputs))
     takes = {IMAGE: "images" in inputs, TEXT: "token_ids" in inputs}
     default = IMAGE if takes[IMAGE] else TEXT
     if class_names is None:
@@ -201,12 +206,13 @@ def _block(model, backbone, key, default):
         block=_name_of(backbone, key, layer, model.routing),
         kind={"token": "token_choice", "expert": "expert_choice"}.get(side, "soft"),
         expert_types=types,
-        num_selected_experts=getattr(router, "num_selected_experts", None),
+        num_selected_experts=getattr(router, "choices_per_token", None),
         capacity_factor=None if side is None else router.limits(False)[0],
         group_size=None if invariant else layer.group_size,
         training_capacity_factor=training_capacity_factor,
         pruning=None if kept is None else router.method,
         routes_padding=modality == TEXT and not masks_padding(model, key),
+        members=getattr(router, "ensemble_size", 1),
     )
 
 

@@ -116,7 +116,6 @@ def write_report(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import models
     >>> from keras_moe.report import write_report
     >>> model = models.from_preset("vmoe_digits", num_classes=10, load_weights=False)
@@ -287,16 +286,10 @@ def page_html(
     credit: str | None = None,
 ) -> str:
     """The page: title, summary, and sections."""
-    jinja2 = import_jinja2()
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters["figure"] = _cell_text
-    template = environment.get_template("page.html")
+    # With Jinja2, which only reports need.
+    from keras_moe.report._markup import ENVIRONMENT
+
+    template = ENVIRONMENT.get_template("page.html")
     sections = [
         {
             "title": section.title,
@@ -317,6 +310,7 @@ def page_html(
         "version": __version__,
         "command": command,
         "credit": credit,
+        "cell_text": _cell_text,
     }
     page = template.render(facts=facts, **values)
     if (excess := len(page.encode("utf-8")) - MAX_BYTES) > 0:

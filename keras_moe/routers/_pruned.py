@@ -139,6 +139,10 @@ def pruned_router(
     if router.excluded_experts:
         expected = "excluded_experts=() to prune experts"
         raise unfit(expected, excluded_experts=router.excluded_experts)
+    if router.ensemble_size > 1:
+        raise unfit(
+            "ensemble_size=1 to prune experts", ensemble_size=router.ensemble_size
+        )
     is_transport = isinstance(router.affinity, SparsityConstrainedAffinity)
     if method == "router_drop" and is_transport:
         # Its plan assigns S / E of the tokens to each expert, excluded ones included.

@@ -52,8 +52,8 @@ class PathwayAwareRouter(TokenChoiceRouter):
             before gates are normalised).
         noise_std: std of the training noise, times `num_experts`; None for 0.0.
         **kwargs: arguments of `TokenChoiceRouter`, except `capacity`, `eval_capacity`,
-            `num_modalities`, `expert_pools`, `gates`, `selection_bias_rate` and
-            `route_scale`. `capacity_factor` is 1.1 by default.
+            `num_modalities`, `expert_pools`, `gates`, `selection_bias_rate`,
+            `route_scale` and `ensemble_size`. `capacity_factor` is 1.1 by default.
 
     Call arguments:
         previous_logits: float32 (G, S, E), `Routing.logits` of the previous MoE layer;
@@ -79,7 +79,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
     shares_expert_initialization = False
     refused_arguments = (
         "capacity", "eval_capacity", "num_modalities", "expert_pools", "gates",
-        "selection_bias_rate", "route_scale",
+        "selection_bias_rate", "route_scale", "ensemble_size",
     )  # fmt: skip
 
     def __init__(

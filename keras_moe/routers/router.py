@@ -68,6 +68,8 @@ class Router(KeepsFrozen, keras.layers.Layer):
     tau = 1.0
     # Number of modalities that the router distinguishes by `modality_ids`.
     modality_count = None
+    # M, the members of an ensemble, which `modality_ids` then distinguish.
+    ensemble_size = 1
     # Arguments of base classes that a subclass refuses.
     refused_arguments = ()
 
@@ -117,6 +119,16 @@ class Router(KeepsFrozen, keras.layers.Layer):
     def compute_mask(self, inputs, previous_mask=None):
         # Plans and records have no token axis to mask.
         return None
+
+    @property
+    def noise_deviation(self) -> float:
+        """Standard deviation of the noise on the logits."""
+        return self.noise_std / self.num_experts
+
+    @property
+    def choices_per_token(self) -> int | None:
+        """Experts that a token of a model's routing record chooses; None if none."""
+        return getattr(self, "num_selected_experts", None)
 
     @property
     def expert_types(self) -> ExpertTypes:

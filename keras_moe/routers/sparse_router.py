@@ -179,17 +179,22 @@ class SparseRouter(Router):
     ) -> tuple[Any, Routing]:
         known = self.known_tokens(modality_ids)
         logits, allowed = self.logits(tokens, modality_ids), None
-        if self.expert_pools is not None:
+        if self.pools is not None:
             allowed = self._allowed_experts(modality_ids, known)
             logits = ops.where(allowed, logits, -float("inf"))
         mask = both_masks(mask, known)
         return self.route(logits, allowed, mask, training, modality_ids)
 
     @property
+    def pools(self) -> Sequence[Sequence[int]] | None:
+        """The experts that each modality may use; None if they share all."""
+        return self.expert_pools
+
+    @property
     def modality_count(self) -> int | None:
         """M if the router distinguishes modalities and needs `modality_ids`."""
-        if self.num_modalities is None and self.expert_pools is not None:
-            return len(self.expert_pools)
+        if self.num_modalities is None and self.pools is not None:
+            return len(self.pools)
         return self.num_modalities
 
     def known_tokens(self, modality_ids: Tensor | None) -> Tensor | None:
@@ -221,7 +226,7 @@ class SparseRouter(Router):
     def _allowed_experts(self, modality_ids, known):
         """Mask (G, S, E) of the experts that each token may use."""
         allowed = ops.expand_dims(ops.logical_not(known), -1)
-        for modality, pool in enumerate(self.expert_pools or ()):
+        for modality, pool in enumerate(self.pools or ()):
             in_pool = [expert in pool for expert in range(self.num_experts)]
             is_own = ops.expand_dims(ops.equal(modality_ids, modality), -1)
             own = ops.logical_and(is_own, ops.convert_to_tensor(in_pool, "bool"))
@@ -238,9 +243,7 @@ class SparseRouter(Router):
     ) -> tuple[Any, Routing]:
         """Plan and record for logits (G, S, E) and each token's `allowed` experts."""
         clean_logits = self.scale_logits(logits)
-        noisy_logits = self.add_noise(
-            clean_logits, self.noise_std / self.num_experts, training
-        )
+        noisy_logits = self.add_noise(clean_logits, self.noise_deviation, training)
         has_noise = noisy_logits is not clean_logits
         if allowed is not None:
             # `logits` stay whole for the next layer's gating residual.

@@ -67,6 +67,10 @@ class TokenChoiceRouter(SparseRouter):
             the optimizer that a task of this library was compiled with; in a model of
             your own, set `passes_per_step` to its number of accumulated batches.
         route_scale: factor on the combine weights, after `normalize_gates`.
+        ensemble_size: M, members of an ensemble that shares the layers around the
+            experts. Each has its own E / M experts with their columns of the kernel,
+            and noise and auxiliary losses of its own. In a model, see
+            `keras_moe.layers.MoEConfig`; in a call, `modality_ids` are the members.
         **kwargs: arguments of `SparseRouter`. `noise_std` is 0 by default with sigmoid
             gates or a selection bias. `capacity_factor` is 1.05 by default;
             CLIP-UP omits K, so that its 2.0 with K = 2 is 1.0 here.
@@ -80,7 +84,7 @@ class TokenChoiceRouter(SparseRouter):
     Reference: *Routers in Vision Mixture of Experts*, sections 2.1 and 2.2, Algorithm
     1; *LIMoE*, figure 6, for shuffled and modality priorities; *Auxiliary-Loss-Free
     Load Balancing Strategy for Mixture-of-Experts*, Algorithm 1, for the selection
-    bias.
+    bias; *Sparse MoEs Meet Efficient Ensembles*, section 4, for `ensemble_size`.
 
     Example:
 
@@ -107,6 +111,7 @@ class TokenChoiceRouter(SparseRouter):
         gates: str = "softmax",
         selection_bias_rate: float | None = None,
         route_scale: float = 1.0,
+        ensemble_size: int = 1,
         **kwargs,
     ):
         self.gates = check_one_of("gates", gates, GATES)
@@ -114,6 +119,7 @@ class TokenChoiceRouter(SparseRouter):
             check_not_negative("selection_bias_rate", selection_bias_rate)
         self.selection_bias_rate = selection_bias_rate
         self.route_scale = check_positive("route_scale", route_scale)
+        self.ensemble_size = check_integer("ensemble_size", ensemble_size)
         is_plain = gates == "softmax" and selection_bias_rate is None
         if not is_plain and kwargs.get("noise_std") is None:
             kwargs["noise_std"] = 0.0
@@ -130,6 +136,7 @@ class TokenChoiceRouter(SparseRouter):
                 f"received: expert_pools={self.expert_pools}, "
                 f"selection_bias_rate={selection_bias_rate}"
             )
+        self._check_members()
         self.num_selected_experts = check_selected(
             num_selected_experts, self.num_experts
         )
@@ -161,11 +168,11 @@ class TokenChoiceRouter(SparseRouter):
     def check_excluded(self, excluded_experts: Sequence[int]) -> tuple[int, ...]:
         """Checks that K experts remain; returns the excluded ones sorted."""
         excluded = check_indices("excluded_experts", excluded_experts, self.num_experts)
-        pools = self.expert_pools or [range(self.num_experts)]
+        pools = self.pools or [range(self.num_experts)]
         if min(len({*pool} - excluded) for pool in pools) < self.num_selected_experts:
             raise unfit(
                 f"num_selected_experts={self.num_selected_experts} for every token",
-                expert_pools=self.expert_pools,
+                expert_pools=self.pools,
                 excluded_experts=excluded_experts,
             )
         return tuple(sorted(excluded))
@@ -183,6 +190,38 @@ class TokenChoiceRouter(SparseRouter):
     def _add_state(self, name, shape):
         kept = {"trainable": False, "autocast": False, "dtype": "float32"}
         return self.add_weight(shape, "zeros", name=name, **kept)
+
+    def _check_members(self):
+        members = self.ensemble_size
+        if self.num_experts % members:
+            expected = "num_experts to be a multiple of ensemble_size"
+            raise unfit(expected, num_experts=self.num_experts, ensemble_size=members)
+        modalities = self.num_modalities, self.expert_pools
+        if members > 1 and modalities != (None, None):
+            raise unfit(
+                "ensemble_size=1 for a router with modalities",
+                ensemble_size=members,
+                num_modalities=self.num_modalities,
+                expert_pools=self.expert_pools,
+            )
+
+    @property
+    def pools(self) -> Sequence[Sequence[int]] | None:
+        if self.ensemble_size == 1:
+            return self.expert_pools
+        size = self.num_experts // self.ensemble_size
+        return [
+            range(first, first + size) for first in range(0, self.num_experts, size)
+        ]
+
+    @property
+    def noise_deviation(self) -> float:
+        # Each member is a router of E / M experts.
+        return self.ensemble_size * super().noise_deviation
+
+    @property
+    def choices_per_token(self) -> int:
+        return self.ensemble_size * self.num_selected_experts
 
     @property
     def modality_count(self) -> int | None:
@@ -335,7 +374,8 @@ class TokenChoiceRouter(SparseRouter):
     @property
     def summary(self) -> str:
         """A short label such as "K=2"."""
-        return f"K={self.num_selected_experts}"
+        members = f", {self.ensemble_size} members" if self.ensemble_size > 1 else ""
+        return f"K={self.num_selected_experts}{members}"
 
     def compute_output_spec(self, tokens, training=None, **kwargs):
         # JAX cannot trace the search in the sorted queues for unknown sizes.

@@ -1,10 +1,9 @@
 """Training: recipes, runs, checkpoints, optimizers and sparse upcycling."""
 
-from keras_moe.training.callbacks import BestEpoch, EvaluateAverages, ScalarLog
+from keras_moe.training.callbacks import BestEpoch, ScalarLog
 from keras_moe.training.checkpoints import (
     Checkpoint,
     find_checkpoint,
-    list_checkpoints,
     open_checkpoint,
     run_lock,
     save_checkpoint,
@@ -21,7 +20,6 @@ from keras_moe.training.muon import Muon
 from keras_moe.training.non_finite import (
     NonFinite,
     NonFiniteLoss,
-    StopOnNonFinite,
     locate_non_finite,
 )
 from keras_moe.training.objectives import (
@@ -59,7 +57,6 @@ __all__ = [
     "Contrastive",
     "DataConfig",
     "Datasets",
-    "EvaluateAverages",
     "FewShot",
     "ImageData",
     "MeanAveragePrecision",
@@ -82,7 +79,6 @@ __all__ = [
     "ScalarLog",
     "ScheduleConfig",
     "Soup",
-    "StopOnNonFinite",
     "TextData",
     "Training",
     "UpcyclingReport",
@@ -93,7 +89,6 @@ __all__ = [
     "cooldown_branch",
     "find_checkpoint",
     "greedy_soup",
-    "list_checkpoints",
     "list_recipes",
     "load_recipe",
     "locate_non_finite",

@@ -20,7 +20,7 @@ from keras import ops
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from keras_moe._checks import import_extra
+from keras_moe._checks import import_extra, unfit
 from keras_moe._files import (
     check_free_space,
     check_room,
@@ -144,10 +144,8 @@ def restore_safetensors(path: Path, groups: dict, saved: dict) -> None:
                     name = f"{index:05d}/{saved[group][index].path}"
                     variable.assign(file.get_tensor(name))
         except SafetensorError as error:
-            raise ValueError(
-                f"Expected the variables of a checkpoint in {file_path}; "
-                f"received: {error}"
-            ) from error
+            expected = f"the variables of a checkpoint in {file_path}"
+            raise unfit(expected, error) from error
 
 
 def _check_plain_file(path, name):

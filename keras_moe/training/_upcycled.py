@@ -178,11 +178,7 @@ def carry_state(dense: Any, sparse: Any, sources: dict[str, tuple[str, bool]]) -
 
 
 def _factors_of_dense(kernel, bias, experts, noise, generator):
-    """Factors of the truncated SVD of the kernel with its bias as last row.
-
-    Coefficients that sum to 1 reproduce the dense layer, exactly if the ranks can hold
-    all components.
-    """
+    """Factors of the truncated SVD of the kernel with its bias as last row."""
     matrix = np.concatenate([kernel, bias[None]]).astype("float64")
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
     root = np.sqrt(values)
@@ -312,6 +308,8 @@ def report_of(dense_model, sparse_model, blocks, inputs, is_changed):
     description = describe(sparse_model)
     backbone = getattr(sparse_model, "backbone", sparse_model)
     before, after = (_results(model, inputs) for model in (dense_model, sparse_model))
+    if backbone.ensemble_size > 1:
+        before = _of_equal_members(before, sparse_model, backbone.ensemble_size)
     outputs, tokens = (
         {
             name: float(np.abs(value - after[part][name]).max())
@@ -339,6 +337,19 @@ def report_of(dense_model, sparse_model, blocks, inputs, is_changed):
     )
 
 
+def _of_equal_members(results, model, members):
+    """A dense model's results as an ensemble has them whose members are equal."""
+    tokens = {x: np.tile(y, (1, members, 1)) for x, y in results["tokens"].items()}
+    if not hasattr(model, "members_mean"):
+        return {"outputs": tokens, "tokens": tokens}
+    mean, outputs = model.members_mean.mean, results["outputs"]
+    outputs = {
+        name: keras.ops.convert_to_numpy(mean(value[:, None]))
+        for name, value in outputs.items()
+    }
+    return {"outputs": outputs, "tokens": tokens}
+
+
 def example_inputs(backbone: Any, examples: int = 4) -> Any:
     """Returns noise in the form of a backbone's inputs."""
     generator = np.random.default_rng(0)
@@ -349,6 +360,15 @@ def example_inputs(backbone: Any, examples: int = 4) -> Any:
 
     if not isinstance(backbone.input, dict):
         return images()
+    of_patches = {}
+    if (most := getattr(backbone, "max_patches", None)) is not None:
+        # No padding, whose vectors are meaningless.
+        shape = (examples, most, backbone.input["patches"].shape[2])
+        patches = generator.normal(size=shape).astype("float32")
+        grids = np.full((examples, 2), [1, most], "int32")
+        of_patches = {"patches": patches, "grids": grids}
+    if "token_ids" not in backbone.input:
+        return of_patches
     config = backbone.get_config()
     config = config.get("text", config)
     # A language model takes any length, and has a number for each token id.
@@ -358,7 +378,8 @@ def example_inputs(backbone: Any, examples: int = 4) -> Any:
     token_ids = generator.integers(config["vocabulary_size"], size=shape, dtype="int32")
     if config.get("end_of_text_id") is not None:
         token_ids[:, -1] = config["end_of_text_id"]
-    inputs = {"token_ids": token_ids, "padding_mask": np.ones(shape, bool)}
+    texts = {"token_ids": token_ids, "padding_mask": np.ones(shape, bool)}
+    inputs = {**texts, **of_patches}
     if "images" in backbone.input:
         inputs["images"] = images()
     return inputs
@@ -369,7 +390,7 @@ def _results(model, inputs):
     backbone = getattr(model, "backbone", model)
     # Vectors of padding tokens are meaningless.
     real = None
-    if isinstance(backbone.input, dict):
+    if isinstance(inputs, dict) and "padding_mask" in inputs:
         real = np.asarray(inputs["padding_mask"], bool)
     if isinstance(backbone, PairBackbone):
         features = backbone.features
@@ -418,4 +439,4 @@ def _averages_experts(layer):
     if factor is None:
         return router.serves_every_token(False)
     # The capacity is large enough that no token is dropped.
-    return factor * router.num_selected_experts >= router.num_experts
+    return factor * router.choices_per_token >= router.num_experts

@@ -90,10 +90,7 @@ class StopAfterBatches(ProgressCallback):
 
 
 class PeriodicCallback(ProgressCallback):
-    """Measures every few epochs or steps; subclasses implement `measure`.
-
-    The metrics enter the logs at the end of the epoch. Training stays bit-identical.
-    """
+    """Measures every few epochs or steps, by `measure`, and adds to the logs."""
 
     def __init__(self, every: int = 1, unit: str = "epochs"):
         super().__init__()
@@ -222,7 +219,6 @@ class ScalarLog(ProgressCallback):
     Example:
 
     >>> import tempfile
-    >>> import numpy as np
     >>> from keras_moe import training
     >>> folder = tempfile.mkdtemp()
     >>> model = keras.Sequential([keras.layers.Dense(1)])
@@ -252,22 +248,7 @@ class ScalarLog(ProgressCallback):
 
 
 class EvaluateAverages(Callback):
-    """Evaluates `fit`'s validation data with the moving average of the weights.
-
-    The optimizer keeps the average with `use_ema=True`. Unlike
-    `keras.callbacks.SwapEMAWeights`, this works with weights sharded over processes,
-    and swaps without rounding on TensorFlow.
-
-    Example:
-
-    >>> from keras_moe.training import EvaluateAverages
-    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    >>> model.compile(keras.optimizers.SGD(0.1, use_ema=True), "mse")
-    >>> x = keras.ops.ones((4, 1))
-    >>> history = model.fit(
-    ...     x, x, validation_data=(x, x), callbacks=[EvaluateAverages()], verbose=0
-    ... )
-    """
+    """`SwapEMAWeights` that takes weights of several processes, and never rounds."""
 
     def on_train_begin(self, logs=None):
         if not _keeper(self.model).use_ema:
@@ -332,7 +313,6 @@ class BestEpoch(Callback):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.training import BestEpoch
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     >>> model.compile(keras.optimizers.SGD(0.0), "mse")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_moe._checks import check_integer
+from keras_moe._checks import check_integer, unfit
 from keras_moe._files import locked, new_partial, path_within, recover_folder
 from keras_moe._processes import (
     broadcast_from_primary,
@@ -59,20 +59,12 @@ class Checkpoint:
     variables: dict[str, list[SavedVariable]]
 
     def restore(self, groups: dict[str, Sequence[keras.Variable]]) -> None:
-        """Assigns the saved values to variables, on any devices.
-
-        All processes that share a model must call this together.
-
-        Args:
-            groups: variables by group in the saved order; groups may be left out.
-        """
+        """Assigns saved values to variables by group, in all processes together."""
         for group, variables in groups.items():
             saved = self.variables.get(group)
             if saved is None or len(saved) != len(variables):
-                raise ValueError(
-                    f"Expected {len(variables)} variables of {group!r} in "
-                    f"{self.path}; received: {saved and len(saved)}"
-                )
+                expected = f"{len(variables)} variables of {group!r} in {self.path}"
+                raise unfit(expected, saved and len(saved))
             for entry, variable in zip(saved, variables):
                 if not _fits(group, entry, variable):
                     raise ValueError(
@@ -197,24 +189,12 @@ def open_checkpoint(
         # All processes learn of it where one does not reach the folder.
         checked_all_gather(lambda: opened.append(_read(path, within)))
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"Expected a whole checkpoint; received: {path} ({error})"
-        ) from error
+        raise unfit("a whole checkpoint", f"{path} ({error})") from error
     return opened[0]
 
 
 def list_checkpoints(folder: str | os.PathLike) -> list[Any]:
-    """Lists the folders of a run's checkpoints, oldest first, damaged ones included.
-
-    Args:
-        folder: folder of a run's checkpoints.
-
-    Example:
-
-    >>> from keras_moe.training import list_checkpoints
-    >>> list_checkpoints("nowhere")
-    []
-    """
+    """Lists the folders of a run's checkpoints, oldest first, damaged ones included."""
     parent = formats.reached_path(folder)
     if not parent.exists():
         return []

@@ -6,14 +6,11 @@ from typing import Any
 import keras
 
 from keras_moe._checks import check_integer, unfit
-from keras_moe.evaluation.few_shot import L2S, SEEDS, few_shot_from_model
+from keras_moe.evaluation.few_shot import L2S, SEEDS, extract_features, few_shot
 from keras_moe.evaluation.image_text import encode_pairs, zero_shot_from_model
 from keras_moe.evaluation.retrieval import check_ks
 from keras_moe.evaluation.zero_shot import read_class_names, read_templates
-from keras_moe.training.callbacks import (
-    PeriodicCallback,
-    averages_in_place,
-)
+from keras_moe.training.callbacks import PeriodicCallback, averages_in_place
 
 
 class PeriodicEvaluation(PeriodicCallback):
@@ -30,7 +27,6 @@ class PeriodicEvaluation(PeriodicCallback):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.training import PeriodicEvaluation
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     >>> model.compile("sgd", "mse")
@@ -73,7 +69,7 @@ class FewShot:
 
     Args:
         train_data: pool from which shots are drawn, read at each evaluation; see
-            `keras_moe.evaluation.few_shot_from_model`.
+            `keras_moe.evaluation.extract_features`.
         test_data: the same for the test images.
         shots: numbers k of training examples per class.
         l2s: L2 penalties to try.
@@ -83,7 +79,6 @@ class FewShot:
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import models
     >>> from keras_moe.training import FewShot
     >>> labels = np.arange(6) % 2
@@ -111,16 +106,19 @@ class FewShot:
             "l2s": tuple(l2s),
             "seeds": tuple(seeds),
             "num_classes": num_classes,
-            "batch_size": batch_size,
         }
+        self.batch_size = batch_size
         self._of, self._features = None, None
 
     def __call__(self, model: keras.Model) -> dict[str, float]:
         if self._of is not model:
             # Compiled once, not at each evaluation.
             self._of, self._features = model, _feature_model(model)
-        pools = self.train_data, self.test_data
-        result = few_shot_from_model(self._features, *pools, verbose=0, **self.options)
+        train, test = (
+            extract_features(self._features, pool, self.batch_size, verbose=0)
+            for pool in (self.train_data, self.test_data)
+        )
+        result = few_shot(*train, *test, **self.options)
         return {f"{k}_shot": float(x) for k, x in zip(result.shots, result.mean)}
 
 
@@ -132,10 +130,7 @@ def _feature_model(model):
     if isinstance(features, Mapping):
         features = features.get("pooled")
     if features is None:
-        raise ValueError(
-            "Expected a classifier or a backbone with features; "
-            f"received: {type(model).__name__}"
-        )
+        raise unfit("a classifier or a backbone with features", type(model).__name__)
     return keras.Model(model.input, features)
 
 

@@ -31,7 +31,6 @@ class PrecisionAt1(keras.metrics.Mean):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.training import PrecisionAt1
     >>> metric = PrecisionAt1(sparse_labels=True)
     >>> scores = np.array([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]])
@@ -85,7 +84,6 @@ class MeanAveragePrecision(keras.metrics.Metric):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.training import MeanAveragePrecision
     >>> metric = MeanAveragePrecision(num_classes=2)
     >>> metric.update_state(np.eye(2), np.array([[2.0, 1.0], [-2.0, -1.0]]))

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from keras_moe import models
-from keras_moe._checks import check_bool, check_integer
+from keras_moe._checks import check_bool, check_integer, unfit
 from keras_moe._compat import restored
 from keras_moe._files import regular_file
 from keras_moe.models.saving._weights_file import checked_weights
@@ -75,10 +75,8 @@ def greedy_soup(
     check_integer("max_ingredients", max_ingredients)
     quantised = [x for x in model.weights if x.dtype in ("int8", "uint8")]
     if quantised:
-        raise ValueError(
-            "Expected a model whose weights are floats, made before it is quantised; "
-            f"received: {quantised[0].path} of {quantised[0].dtype}"
-        )
+        expected = "a model whose weights are floats, made before it is quantised"
+        raise unfit(expected, f"{quantised[0].path} of {quantised[0].dtype}")
     with restored(model.variables):
         average = _Average(model, checkpoints, metric)
         soup = _greedy_soup(average, replacement, max_ingredients)
@@ -127,9 +125,7 @@ class _Average:
                 variable.assign(mean)
         value = float(self.metric(self.model))
         if not np.isfinite(value):
-            raise ValueError(
-                f"Expected a finite metric; received: {value} with checkpoint {index}"
-            )
+            raise unfit("a finite metric", f"{value} with checkpoint {index}")
         return value
 
     def add(self, index: int) -> None:
@@ -149,10 +145,8 @@ class _Average:
         try:
             _load_weights(self.model, self.checkpoints[index])
         except (ValueError, OSError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"Expected the weights of the model; received: checkpoint {index}: "
-                f"{error}"
-            ) from error
+            expected = "the weights of the model"
+            raise unfit(expected, f"checkpoint {index}: {error}") from error
 
 
 def _to_numpy(variable) -> np.ndarray:

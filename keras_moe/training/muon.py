@@ -8,12 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe._checks import (
-    check_dropout,
-    check_integer,
-    check_one_of,
-    check_positive,
-)
+from keras_moe._checks import check_dropout, check_integer, check_one_of, check_positive
 
 # Kernels of one matrix per expert, and of attention's heads.
 _EXPERTS = re.compile(r"(.*/)?experts/[a-z]+_kernel")

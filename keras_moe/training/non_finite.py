@@ -62,20 +62,7 @@ class NonFinite(NamedTuple):
 
 
 class StopOnNonFinite(ProgressCallback):
-    """Raises `NonFiniteLoss` when the training loss becomes NaN or Inf.
-
-    Example:
-
-    >>> from keras_moe.training import StopOnNonFinite
-    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    >>> model.compile("sgd", "mse")
-    >>> bad = np.full((4, 1), np.nan)
-    >>> try:
-    ...     model.fit(bad, bad, verbose=0, callbacks=[StopOnNonFinite()])
-    ... except ValueError as error:
-    ...     print(error)
-    Expected a finite loss; received: loss=nan in step 1
-    """
+    """Raises `NonFiniteLoss` when the training loss becomes NaN or Inf."""
 
     # `fit` may call `on_train_batch_end` from another thread.
     async_safe = True

@@ -8,9 +8,10 @@ from typing import Any, ClassVar, NamedTuple
 import keras
 
 from keras_moe import data, evaluation, models
-from keras_moe._checks import check_bool, check_integer, check_one_of
+from keras_moe._checks import check_bool, check_integer, check_one_of, unfit
 from keras_moe._processes import process_shard
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
+from keras_moe.models.preprocessing.patches import budget
 from keras_moe.models.registry import is_architecture
 from keras_moe.training.callbacks import MODES
 from keras_moe.training.metrics import MeanAveragePrecision, PrecisionAt1
@@ -116,10 +117,7 @@ class Objective(Section):
         data_dir: str | None = None,
         run_folder: Path | None = None,
     ) -> None:
-        """Gives a new model what it needs from the data, such as class names.
-
-        A resumed run finds such things again in `run_folder`, its checkpoint folder.
-        """
+        """Gives a new model what it needs from the data; `run_folder` keeps it."""
         set_class_names(model, self.class_names(config, data_dir))
 
     def probe(
@@ -141,10 +139,7 @@ class Objective(Section):
         data_dir: str | None = None,
         start_step: int = 0,
     ) -> Datasets:
-        """Returns the training and evaluation batches, from batch `start_step` on.
-
-        Batch n may depend on the settings and n only, or runs do not resume exactly.
-        """
+        """Returns batches from `start_step` on, functions of settings and step only."""
         raise NotImplementedError
 
     def loss_and_metrics(
@@ -249,6 +244,8 @@ def train_and_test(
     load: Callable, config: DataConfig, model: Any, of_train: dict, of_test: dict
 ) -> tuple[Any, Any]:
     """Loads endless batches of the training split, and those of the test split."""
+    if own := budget(model.backbone.config):
+        raise unfit("a model of images of one shape for a recipe's images", **own)
     common = {
         "image_shape": tuple(model.backbone.image_shape),
         "shard": process_shard(),
@@ -294,17 +291,13 @@ class Classification(LabelledImages):
         shape, excluded = model.backbone.image_shape, config.left_out(data_dir)
         splits = (config.train_split, config.test_split)
         options = {"shuffle": False, "data_dir": data_dir}
-        train, test = (
-            data.load(config.source, x, shape, config.batch_size, exclude=y, **options)
-            for x, y in zip(splits, excluded)
-        )
-        return evaluation.linear_probe_from_model(
-            keras.Model(model.input, model.features),
-            train,
-            test,
-            num_classes=self.num_classes(config, data_dir),
-            verbose=0,
-        )
+        features, sets = keras.Model(model.input, model.features), []
+        for split, exclude in zip(splits, excluded):
+            options["exclude"] = exclude
+            own = data.load(config.source, split, shape, config.batch_size, **options)
+            sets += evaluation.extract_features(features, own, verbose=0)
+        num_classes = self.num_classes(config, data_dir)
+        return evaluation.linear_probe(*sets, num_classes=num_classes)
 
     def label_options(self, config):
         return {"one_hot": True}

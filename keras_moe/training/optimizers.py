@@ -18,6 +18,7 @@ from keras_moe._checks import (
     check_not_negative,
     check_one_of,
     check_positive,
+    unfit,
 )
 from keras_moe._compat import (
     count_batches,
@@ -96,10 +97,7 @@ def group_factors(groups: Sequence[dict], paths: Sequence[str]) -> list[Factors]
 
 
 def layer_factors(decay: float, paths: Sequence[str]) -> list[float]:
-    """Returns decay^n for each weight, n blocks (or more, an embedding) from the end.
-
-    The last block has n = 1, and what follows it 0; each tower counts its own blocks.
-    """
+    """Returns decay^n for each weight, n blocks from the end of its tower."""
     depths = collections.Counter()
     for block in filter(None, map(_BLOCK.fullmatch, paths)):
         depths[block[1]] = max(depths[block[1]], int(block[2]) + 1)
@@ -504,7 +502,5 @@ class OptimizerConfig(Section):
                 **self.options,
             )
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"Expected further arguments of {self.name}; "
-                f"received: options={self.options!r} ({error})"
-            ) from error
+            expected = f"further arguments of {self.name}"
+            raise unfit(expected, f"options={self.options!r} ({error})") from error

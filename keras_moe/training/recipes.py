@@ -201,10 +201,7 @@ class Recipe:
         return self.objective.new_model(self.model, num_classes, self.seed)
 
     def abstract_model(self, num_classes: int | None) -> keras.Model:
-        """Returns the compiled model without values, as `keras_moe.models.abstract`.
-
-        `keras_moe.distribution.compiled_costs` compiles its step for other devices.
-        """
+        """Returns the compiled model without values, as `keras_moe.models.abstract`."""
         make = models.abstract
         model = self.objective.new_model(self.model, num_classes, self.seed, make)
         # Learning rates follow from the length of an epoch, and costs do not.
@@ -361,10 +358,8 @@ def _settings_of(section, value) -> dict[str, Any]:
         return value.to_dict()
     if not isinstance(value, Mapping):
         example = next(iter(dotted_names(section).values()))
-        raise ValueError(
-            f"Expected {section} to be a dict of settings, such as {example}; "
-            f"received: {section}={value!r}"
-        )
+        expected = f"{section} to be a dict of settings, such as {example}"
+        raise unfit(expected, f"{section}={value!r}")
     return dict(value)
 
 
@@ -387,9 +382,6 @@ def _changed(value, name, path, new):
     if not path:
         return new
     if value is not None and not isinstance(value, dict):
-        raise ValueError(
-            f"Expected a dict of settings at {name.rpartition('.')[0]}; "
-            f"received: {value!r}"
-        )
+        raise unfit(f"a dict of settings at {name.rpartition('.')[0]}", repr(value))
     inside = json_copy(name, value or {})
     return {**inside, path[0]: _changed(inside.get(path[0]), name, path[1:], new)}

@@ -32,8 +32,8 @@ from keras_moe.analysis.routing import (
 from keras_moe.analysis.usage import (
     ExpertUsage,
     UsageProbe,
-    masks_padding,
     merged_usage,
+    routed_tokens,
 )
 from keras_moe.training.callbacks import (
     EventFile,
@@ -219,10 +219,8 @@ class _RoutingProbe(Hooked):
     def __init__(self, model, training):
         routing = getattr(model, "routing", None)
         if not routing:
-            raise ValueError(
-                "Expected a model with MoE blocks, whose `routing` has their records; "
-                f"received: {type(model).__name__}"
-            )
+            expected = "a model with MoE blocks, whose `routing` has their records"
+            raise unfit(expected, type(model).__name__)
         super().__init__(keras.Model(model.input, routing), training=training)
         backbone: Any = getattr(model, "backbone", model)
         # Plain numbers, so that Keras does not track them.
@@ -232,10 +230,10 @@ class _RoutingProbe(Hooked):
             # Heads and token mixers of muMoE use all experts.
             if name != "head" and not name.endswith("/token_mixer"):
                 router = getattr(backbone.get_layer(name).feed_forward, "router", None)
-                self.selected[name] = getattr(router, "num_selected_experts", None)
+                self.selected[name] = getattr(router, "choices_per_token", None)
                 biases[name] = getattr(router, "selection_bias", None)
         object.__setattr__(self, "_biases", biases)
-        self.without_padding = [name for name in routing if masks_padding(model, name)]
+        object.__setattr__(self, "_of", model)
 
     def rows(self, inputs):
         """Returns the figures of each layer."""
@@ -248,9 +246,7 @@ class _RoutingProbe(Hooked):
         }
         records, rows = predict_batch(self, inputs), []
         for name, selected in self.selected.items():
-            mask = None
-            if name in self.without_padding:
-                mask = np.asarray(inputs["padding_mask"], bool)
+            mask = routed_tokens(self._of, name, inputs)
             figures = routing_statistics(records[name], selected, mask)
             shares = figures.expert_shares
             row = {"layer": name, **figures.to_dict()}

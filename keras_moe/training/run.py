@@ -142,10 +142,8 @@ def train(
         run = _Run(recipe, datasets, data_dir)
         return _trained(run, None, callbacks, verbose)
     if isinstance(datasets, Datasets):
-        raise ValueError(
-            "Expected a function from steps to datasets for a run with checkpoints; "
-            f"received: datasets={type(datasets).__name__}"
-        )
+        expected = "a function from steps to datasets for a run with checkpoints"
+        raise unfit(expected, f"datasets={type(datasets).__name__}")
     with run_lock(checkpoint_dir):
         # Folder for a trained tokenizer.
         folder = None if is_remote(checkpoint_dir) else Path(checkpoint_dir)
@@ -332,10 +330,7 @@ def _is_extended(run, before, batches):
     old = recipe.replace(**before)
     total, old_total = (x.total_steps(steps_per_epoch) for x in (recipe, old))
     if total < old_total:
-        raise ValueError(
-            f"Expected a run of at least {old_total} steps to extend; "
-            f"received: {total} steps"
-        )
+        raise unfit(f"a run of at least {old_total} steps to extend", f"{total} steps")
     step = batches // recipe.optimizer.gradient_accumulation_steps
     rates = [float(x.learning_rate(steps_per_epoch)(step)) for x in (old, recipe)]
     if abs(rates[1] - rates[0]) > 1e-6 * recipe.schedule.learning_rate:

@@ -158,14 +158,7 @@ class RunCheckpoint(Callback):
         return checkpoint.step
 
     def restore_best(self, model: keras.Model) -> bool:
-        """Restores the best epoch's weights; if that is impossible, warns.
-
-        Args:
-            model: a model compiled like the run's.
-
-        Returns:
-            Whether the weights were restored.
-        """
+        """Restores the best epoch's weights; if that is impossible, warns."""
         try:
             if self.best_step is None:
                 raise ValueError(f"there is no best checkpoint in {self.folder}")
@@ -204,11 +197,8 @@ class RunCheckpoint(Callback):
             self._random = checkpoint.state["random"]
 
     def begin_batches(self) -> None:
-        """Called when a batch begins; in a resumed run's first, it restores states.
-
-        PyTorch draws from its generator when an iterator of batches begins, which the
-        run before had done long ago.
-        """
+        """In a resumed run's first batch, restores the backend's random states."""
+        # PyTorch draws when an iterator of batches begins, as the run before had done.
         if self._random is not None:
             set_backend_states(self._random)
             self._random = None
@@ -303,10 +293,7 @@ class RunCheckpoint(Callback):
 
 
 class _First(Callback):
-    """Runs first: saves within an epoch, and ends a resumed run's partial first epoch.
-
-    `fit` itself goes on; for it all epochs have the same number of steps.
-    """
+    """Runs first: saves within an epoch, and ends a resumed run's partial one."""
 
     def __init__(self, checkpoint: RunCheckpoint):
         super().__init__()

@@ -18,7 +18,8 @@ from keras_moe._checks import (
     unfit,
 )
 from keras_moe.data.augmentation import LABEL_MIXING_NAMES
-from keras_moe.data.sources import has_captions
+from keras_moe.data.selection import left_out
+from keras_moe.data.sources import has_captions, open_source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,10 +33,8 @@ class Section:
             value = getattr(self, field.name)
             for kind, article in ((str, "a string"), (dict, "a dict")):
                 if field.type is kind and not isinstance(value, kind):
-                    raise ValueError(
-                        f"Expected {field.name} to be {article}; "
-                        f"received: {field.name}={value!r}"
-                    )
+                    expected = f"{field.name} to be {article}"
+                    raise unfit(expected, f"{field.name}={value!r}")
             # Copied and normalised, as if it came from a file.
             object.__setattr__(self, field.name, json_copy(field.name, value))
 
@@ -62,9 +61,7 @@ def json_copy(name: str, value: Any) -> Any:
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"Expected {name} to be JSON; received: {name}={value!r}"
-        ) from error
+        raise unfit(f"{name} to be JSON", f"{name}={value!r}") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,14 +240,14 @@ class ImageData(DataConfig):
         return any(name in LABEL_MIXING_NAMES for name in names)
 
     def left_out(self, data_dir: str | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the sorted int64 indices of the train and test images to leave out.
-
-        This may decode all images, so the result is cached.
-        """
+        """Returns the sorted indices of train and test images to leave out, cached."""
         if data_dir not in self._left_out:
             self._left_out[data_dir] = tuple(
-                data.excluded_examples(
-                    self.source, split, data_dir, exclude, self.unreadable or "raise"
+                left_out(
+                    open_source(self.source, split, data_dir),
+                    split,
+                    exclude,
+                    self.unreadable or "raise",
                 )
                 for split, exclude in (
                     (self.train_split, self.exclude or ()),
@@ -328,11 +325,7 @@ class PairData(MixedData):
         return {name: getattr(self, name) for name in given}
 
     def test_pair_options(self, data_dir: str | None = None) -> dict[str, Any]:
-        """Returns `keras_moe.data.load_pairs` options for the test pairs.
-
-        Every evaluation uses the same pairs: `"random"` captions become `"first"`. In a
-        mixture, templates apply to sources of classes.
-        """
+        """Returns options of `keras_moe.data.load_pairs` for the test pairs."""
         options = self.pair_options()
         if options.get("captions", "random") == "random":
             options["captions"] = "first"
@@ -374,9 +367,6 @@ class TextData(MixedData):
         super().__post_init__()
         for name in ("augment", "exclude", "unreadable"):
             if getattr(self, name):
-                raise ValueError(
-                    f"Expected no {name} for texts; received: "
-                    f"{name}={getattr(self, name)!r}"
-                )
+                raise unfit(f"no {name} for texts", f"{name}={getattr(self, name)!r}")
         # Packed rows and their tokenizer, by source and `data_dir`.
         object.__setattr__(self, "packed", {})

@@ -189,10 +189,8 @@ def upcycle(
         is_pair = hasattr(dense_model, "vision_encoder")
         dense_model = convert(dense_model, tower="image" if is_pair else None)[0]
     if carry_optimizer and not getattr(dense_model, "optimizer", None):
-        raise ValueError(
-            "Expected a compiled model for carry_optimizer=True; "
-            f"received: {type(dense_model).__name__} without an optimizer"
-        )
+        expected = "a compiled model for carry_optimizer=True"
+        raise unfit(expected, f"{type(dense_model).__name__} without an optimizer")
     backbone = getattr(dense_model, "backbone", dense_model)
     overrides = _upcycling_overrides(type(backbone), towers, arguments)
     if images is None:
@@ -231,17 +229,12 @@ def _check_dense(model, towers):
     """Validates that the towers are dense, unquantised and without LoRA adapters."""
     routing = getattr(model, "backbone", model).routing
     if sparse := [name for tower in towers for name in _names_of(tower, routing)]:
-        raise ValueError(
-            "Expected a dense model; received: one with mixtures of experts in "
-            f"{sparse}"
-        )
+        raise unfit("a dense model", f"one with mixtures of experts in {sparse}")
     is_mumoe = any(arguments["router"] == MUMOE for arguments in towers.values())
     for layer in flatten_layers(model):
         if isinstance(layer, MLP) and layer.gated and is_mumoe:
-            raise ValueError(
-                "Expected MLPs without gates for router='mumoe', whose layers have "
-                f"none; received: {layer.path!r} with gated=True"
-            )
+            expected = "MLPs without gates for router='mumoe', whose layers have none"
+            raise unfit(expected, f"{layer.path!r} with gated=True")
         has_lora = getattr(layer, "lora_enabled", False)
         if has_lora or layer.quantization_mode:
             raise ValueError(

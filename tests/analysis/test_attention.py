@@ -59,16 +59,13 @@ def rows_of(pooling, count, pooler, tokens, registers=0):
 
 
 @pytest.mark.every_backend
-@pytest.mark.parametrize(
-    ("pooling", "fields"),
-    [
-        ("class_token", {"query_key_norm": True}),
-        ("patch_average", {}),
-        ("patch_average", {"register_tokens": 2}),
-        ("average", {"class_token": False}),
-        ("map", {"query_key_norm": True, "class_token": False}),
-    ],
-)
+@pytest.mark.parametrize(("pooling", "fields"), [
+    ("class_token", {"query_key_norm": True}),
+    ("patch_average", {}),
+    ("patch_average", {"register_tokens": 2}),
+    ("average", {"class_token": False}),
+    ("map", {"query_key_norm": True, "class_token": False}),
+])  # fmt: skip
 def test_rollout_is_the_product_of_attention(pooling, fields):
     model = small_classifier(pooling=pooling, **fields)
     pixels, backbone = images(), model.backbone

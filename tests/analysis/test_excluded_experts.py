@@ -3,14 +3,13 @@
 import keras
 import numpy as np
 import pytest
-from keras import ops
 
 from keras_moe import analysis, models
 from keras_moe.routers import PathwayAwareRouter, TokenChoiceRouter
 from tests import small_models
+from tests.compare import assert_same, to_numpy
 from tests.small_models import images
 
-to_numpy = ops.convert_to_numpy
 SHAPE = (16, 8, 2)
 CLASSES = 3
 LABELS = np.arange(24) % CLASSES
@@ -60,13 +59,10 @@ def test_tokens_of_an_excluded_expert_go_to_the_next_best(cls, training):
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"affinity": "sparsity_constrained"},
-        {"affinity": "sinkhorn", "noise_std": 1.0, "noisy_combine": False, "seed": 0},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"affinity": "sparsity_constrained"},
+    {"affinity": "sinkhorn", "noise_std": 1.0, "noisy_combine": False, "seed": 0},
+])  # fmt: skip
 def test_clean_combine_weights_are_of_the_experts_that_are_left(options, training):
     tokens = np.random.default_rng(0).normal(size=(2, 6, 4)).astype("float32")
     router = TokenChoiceRouter(
@@ -107,8 +103,7 @@ def test_types_are_excluded_from_a_model_that_is_saved(tmp_path):
     without.save_to_preset(tmp_path / "preset")
     again = models.from_preset(tmp_path / "preset")
     np.testing.assert_allclose(again.predict(inputs, verbose=0), outputs, atol=1e-6)
-    for weight, value in zip(model.weights, before):
-        np.testing.assert_array_equal(to_numpy(weight), value)
+    assert_same(model.weights, before)
 
 
 def shares(model, inputs):

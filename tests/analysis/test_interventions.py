@@ -11,10 +11,10 @@ from keras_moe import analysis, models
 from keras_moe.analysis.ablation import ablated_part
 from keras_moe.layers import MuMoE
 from tests import small_models
+from tests.compare import assert_same, to_numpy
 from tests.dense_tensor import dense_tensor
 from tests.small_models import ONE_BLOCK, images, with_weights
 
-to_numpy = ops.convert_to_numpy
 SHAPE = (16, 8, 2)
 CLASSES = 3
 LABELS = np.arange(24) % CLASSES
@@ -133,8 +133,7 @@ def test_ablation_in_a_routed_block_zeroes_weights_and_brings_them_back():
     actual = analysis.ablate_experts(
         model, inputs, labels, layer="block_0", experts=[3, 1], verbose=0
     )
-    for weight, value in zip(model.weights, before):
-        np.testing.assert_array_equal(to_numpy(weight), value)
+    assert_same(model.weights, before)
     parts = [experts.output_kernel, experts.output_bias]
     for row, expert in enumerate([3, 1]):
         with zeroed(parts, expert):
@@ -276,7 +275,7 @@ def test_steering_adds_the_centre_before_the_experts(router):
         keras.Model(m.input, m.routing["block_0"]).predict(inputs, verbose=0)
         for m in (model, steered)
     ]
-    centres = analysis.expert_centres(model, "block_0")
+    centres = analysis.interventions.expert_centres(model, "block_0")
     if router == "mumoe":
         first, second = model.get_layer("block_0").feed_forward.router.kernels
         # Expert 2 is the first of the second half.
@@ -292,7 +291,7 @@ def test_blocks_without_an_offset_are_steered_too():
     model = with_weights(small_models.vit(**ONE_BLOCK, norm="rms"))
     steered = analysis.steer_expert(model, "block_0", expert=2, strength=1.5)
     vector = steered.get_layer("block_0").steering
-    centre = analysis.expert_centres(model, "block_0")[2]
+    centre = analysis.interventions.expert_centres(model, "block_0")[2]
     np.testing.assert_allclose(vector, 1.5 * centre, rtol=1e-6)
     # Steering adds up, and the model stays as it was.
     twice = analysis.steer_expert(steered, "block_0", expert=2, strength=0.5)

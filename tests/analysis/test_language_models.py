@@ -44,7 +44,7 @@ def test_experts_are_pruned(moepp):
         for name, block in usage.blocks.items()
     }
     masked, pruned = (
-        prune(moepp, kept) for prune in (analysis.mask_experts, analysis.prune_experts)
+        analysis.prune_experts(moepp, kept, removed=x) for x in (False, True)
     )
     # Three kernels of 16 x 16 in each of two blocks' two experts.
     assert moepp.count_params() - pruned.count_params() == 2 * 2 * 3 * 16 * 16

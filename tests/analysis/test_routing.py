@@ -61,12 +61,19 @@ def test_positions_by_hand():
     assert expert_queues(AFFINITY)[0].tolist() == [[2, 1], [0, 3], [1, 2], [3, 0]]
 
 
-def test_masked_tokens_do_not_queue():
+def test_masked_and_dropped_tokens_by_hand():
     mask = np.array([[True, False, True, True]])
     positions = expert_queues(AFFINITY, 1, mask=mask)
     assert positions[0].tolist() == [[0, -1], [-1, -1], [1, -1], [-1, 0]]
     positions = expert_queues(AFFINITY, mask=mask)
     assert positions[0].tolist() == [[1, 1], [-1, -1], [0, 2], [2, 0]]
+    positions = expert_queues(AFFINITY, 1, "max_gate")
+    dropped = [~served_at(positions, x).any(axis=-1)[0] for x in (1, 2, 4)]
+    assert np.array(dropped).tolist() == [
+        [True, False, True, False],
+        [True, False, False, False],
+        [False, False, False, False],
+    ]
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 7])
@@ -85,13 +92,3 @@ def test_a_cut_of_the_queue_is_the_plan_at_that_capacity(capacity, priority):
     served = np.array(plan.assignments()[0]).reshape(affinity.shape)
     positions = expert_queues(affinity, examples_per_group=2, mask=mask)
     np.testing.assert_array_equal(served_at(positions, capacity), served > 0)
-
-
-def test_dropped_tokens_by_hand():
-    positions = expert_queues(AFFINITY, 1, "max_gate")
-    dropped = [~served_at(positions, x).any(axis=-1)[0] for x in (1, 2, 4)]
-    assert np.array(dropped).tolist() == [
-        [True, False, True, False],
-        [True, False, False, False],
-        [False, False, False, False],
-    ]

@@ -32,9 +32,6 @@ def test_polysemanticity_by_hand():
     assert json.loads(json.dumps(actual.to_dict()))["experts"] == [0, 3, 5]
     nobody = actual._replace(ablated=np.tile(actual.accuracy, (3, 1)))
     assert nobody.mean_polysemanticity is None
-
-
-def test_a_class_may_gain():
     actual = ablation()._replace(
         accuracy=np.array([0.5, 0.5]), ablated=np.array([[0.75, 0.25]])
     )

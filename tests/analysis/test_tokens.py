@@ -96,9 +96,6 @@ def test_pieces_have_the_tags_of_their_words():
         ["NUM", "NOUN", "NOUN", "NOUN", "special", "padding"],
         ["DET", "NOUN", "NOUN", "DET", "NOUN", "special"],
     ]
-
-
-def test_pieces_that_are_not_of_the_caption_are_unknown():
     tags = analysis.tag_tokens(Pieces(["two", "<unk>", "cats"]), ["two 猫 cats"], tag)
     assert names(tags) == [["NUM", "unknown", "unknown"]]
 

@@ -9,16 +9,16 @@ from keras_moe.analysis import (
     BlockUsage,
     ExpertUsage,
     expert_usage,
-    mask_experts,
     merged_usage,
     prune_experts,
 )
 from keras_moe.analysis.usage import routing_usage
 from keras_moe.ops import Routing
+from tests.compare import to_numpy
 from tests.pair_models import IDS, PAIRS, TEXTS, clip, limoe, text_of_modalities
+from tests.refusals import refuses
 from tests.small_models import classifier, images, with_weights
 
-to_numpy = ops.convert_to_numpy
 SHAPE = (5, 16, 8, 2)
 LABELS = np.array([0, 1, 1, 2, 0])
 pytestmark = pytest.mark.usefixtures("op_by_op")
@@ -108,7 +108,7 @@ def test_contributions_are_weights_times_norms(model):
 def test_pruned_experts_are_not_used(model):
     kept = {"block_0": [1, 2], "block_1": [0, 1, 3]}
     inputs = images(*SHAPE)
-    pruned = [f(model, kept, "router_pred_skip") for f in (mask_experts, prune_experts)]
+    pruned = [prune_experts(model, kept, "router_pred_skip", x) for x in (False, True)]
     usages = [expert_usage(x, inputs, contributions=True, verbose=0) for x in pruned]
     for name, experts in kept.items():
         # First choices are those of routers that still have all columns.
@@ -151,8 +151,7 @@ def test_records_of_a_shared_block_are_modalities():
         ((IDS, ["a", "b"]), r"records are by modality"),
         ((None, None, "padding_mask"), r"a dict of names .*mask='padding_mask'"),
     ):
-        with pytest.raises(ValueError, match=message):
-            expert_usage(model, PAIRS, *arguments, verbose=0)
+        refuses(message, expert_usage, model, PAIRS, *arguments, verbose=0)
     mask = {"text": "padding_mask"}
     usage = expert_usage(model, PAIRS, mask=mask, verbose=0)
     expected = [totals[0], served[1][IDS != 0].sum(axis=0)]

@@ -70,10 +70,10 @@ def test_accuracy_and_few_shot(done, digits):
     scores = model.predict(images, verbose=0)
     expected = evaluation.average_precision(np.eye(10)[labels], scores)
     np.testing.assert_allclose(figures["average_precision"], expected, atol=1e-3)
-    expected = evaluation.few_shot_from_model(
-        keras.Model(model.input, model.features), data.load_digits("train", SHAPE),
-        (images, labels), shots=(10,), verbose=0,
-    )  # fmt: skip
+    features = keras.Model(model.input, model.features)
+    sets = (data.load_digits("train", SHAPE), (images, labels))
+    pool, test = (evaluation.extract_features(features, x, verbose=0) for x in sets)
+    expected = evaluation.few_shot(*pool, *test, shots=(10,))
     few_shot = figures["few_shot"]["10_shot"]
     # One wrong image more or less.
     assert few_shot["mean"] == pytest.approx(expected.mean[0], abs=2 / 450)

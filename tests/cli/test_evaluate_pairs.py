@@ -15,6 +15,7 @@ from keras_moe.cli.main import make_parser
 from keras_moe.data import _emoji_pictures
 from tests.pair_models import limoe
 from tests.pipelines import save
+from tests.refusals import refuses
 from tests.small_models import with_weights
 
 pytest.importorskip("tensorflow")
@@ -142,7 +143,6 @@ def test_emoji_of_a_style_are_pairs_and_classes(monkeypatch):
     # Its classes have English names.
     assert metrics == ("retrieval", "contrastive_accuracy")
     assert (examples.source, examples.split) == ("emoji:language=de", "validation")
-    with pytest.raises(ValueError, match="a mixture"):
-        data_of(source={"emoji": 3, "digits": 1})
+    refuses("a mixture", data_of, source={"emoji": 3, "digits": 1})
     run = {"source": {"emoji": 3, "digits": 1}, "test_source": "digits"}
     assert data_of(**run)[0].source == "digits"

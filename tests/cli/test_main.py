@@ -107,9 +107,6 @@ def test_results_are_tables_or_json(program, work, tmp_path):
     written = program("describe", "x", "--json", path)
     assert written.output == shown.output
     assert json.loads(path.read_text()) == expected
-
-
-def test_another_process_prints_the_result(program, work):
     work(lambda args, console: None)
     assert program("describe", "x", "--json") == (0, "", "")
 
@@ -119,19 +116,13 @@ def invalid_argument_of_tensorflow(message):
     return type("InvalidArgumentError", (Exception,), module)(message)
 
 
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (ValueError("Expected a;\n   received: b"), "error: Expected a; received: b\n"),
-        (TypeError(), "error: TypeError\n"),
-        (ImportError("no timm"), "error: no timm\n"),
-        (FileNotFoundError(2, "No such file", "x"), "error: [Errno 2] No such file"),
-        (
-            invalid_argument_of_tensorflow("no a.png\n" + 5000 * "x"),
-            "error: no a.png xx",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("error", "line"), [
+    (ValueError("Expected a;\n   received: b"), "error: Expected a; received: b\n"),
+    (TypeError(), "error: TypeError\n"),
+    (ImportError("no timm"), "error: no timm\n"),
+    (FileNotFoundError(2, "No such file", "x"), "error: [Errno 2] No such file"),
+    (invalid_argument_of_tensorflow("no a.png\n" + 5000 * "x"), "error: no a.png xx"),
+])  # fmt: skip
 def test_a_mistake_is_one_line(mistake, work, error, line):
     work(error)
     errors = mistake("describe", "x")
@@ -190,17 +181,14 @@ def test_a_reader_that_left_is_no_error(capsys, monkeypatch, work, tmp_path, opt
     assert set(Path(tempfile.gettempdir()).glob("keras-moe-*.log")) <= logs
 
 
-@pytest.mark.parametrize(
-    ("config", "backend"),
-    [
-        ({"backend": "torch"}, "torch"),
-        ({**WRITTEN_BY_KERAS, "floatx": "float16"}, "tensorflow"),
-        # Keras writes this file itself.
-        (WRITTEN_BY_KERAS, None),
-        ("{", None),
-        (None, None),
-    ],
-)
+@pytest.mark.parametrize(("config", "backend"), [
+    ({"backend": "torch"}, "torch"),
+    ({**WRITTEN_BY_KERAS, "floatx": "float16"}, "tensorflow"),
+    # Keras writes this file itself.
+    (WRITTEN_BY_KERAS, None),
+    ("{", None),
+    (None, None),
+])  # fmt: skip
 def test_the_users_keras_json_holds(monkeypatch, tmp_path, config, backend):
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     if config is not None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from keras_moe.data import _fashion_mnist, class_names, load, num_classes, num_examples
+from tests.refusals import refuses
 
 RNG = np.random.default_rng(0)
 IMAGES = {
@@ -63,9 +64,7 @@ def test_damaged_files_are_named(folder):
     damaged = whole[:12] + b"\xff\xff" + whole[14:]
     for content in (whole[:-9], b"no gzip", damaged, gzip.compress(b"\0\0\x08\1")):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=f"IDX file; received: {path}"):
-            load("fashion_mnist", "test")
+        refuses(f"IDX file; received: {path}", load, "fashion_mnist", "test")
     for labels, message in (([0, 1, 2], "4 images, 3 labels"), ([9, 10, 0, 0], "10")):
         path.write_bytes(idx(np.asarray(labels, "uint8")))
-        with pytest.raises(ValueError, match=f"below 10 .*{folder}; .*{message}"):
-            load("fashion_mnist", "test")
+        refuses(f"below 10 .*{folder}; .*{message}", load, "fashion_mnist", "test")

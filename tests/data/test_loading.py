@@ -107,15 +107,12 @@ def paint(data):
 paint.mixes_labels = True
 
 
-def test_mixup_mixes_labels_like_images():
+def test_mixup_and_cutmix_mix_labels_like_images():
     images, labels = digits(augment=[paint, "mixup"], batch_size=90)
     np.testing.assert_allclose(labels.sum(1), 1, atol=1e-6)
     assert (np.count_nonzero(labels > 1e-3, axis=1) == 2).mean() > 0.2
     expected = value_of(labels)[:, None, None, None]
     np.testing.assert_allclose(images, expected + 0 * images, atol=1e-5)
-
-
-def test_cutmix_mixes_labels_like_areas():
     images, labels = digits(augment=[paint, "cutmix"], batch_size=90)
     np.testing.assert_allclose(labels.sum(1), 1, atol=1e-5)
     # A box has whole pixels: at most one row and one column more or less.
@@ -260,6 +257,8 @@ def test_a_later_start_gives_the_same_batches():
     assert same_batches(first(dataset, 3), whole[9:12])
     # No batch comes twice.
     assert len({images.tobytes() for images, _ in whole}) == 14
+    # A million epochs later, as quickly as at the start.
+    assert len(first(endless(6_000_001), 1)) == 1
 
 
 def test_passes_in_runs_are_the_same(tmp_path, monkeypatch):
@@ -308,11 +307,6 @@ def test_another_process_gives_the_same_batches():
     # The pipeline imports TensorFlow; another backend would come on top.
     done = run_python("-c", code, KERAS_BACKEND="tensorflow")
     assert done.stdout.split() == digests(first(endless(), 10)[8:])
-
-
-def test_seeking_reads_nothing():
-    # A million epochs later, as quickly as at the start.
-    assert len(first(endless(6_000_001), 1)) == 1
 
 
 def test_a_state_of_its_own_is_warned_of():

@@ -7,6 +7,7 @@ import pytest
 from keras_moe import models
 from keras_moe.data import padded, padding, predictions
 from tests.pair_models import limoe
+from tests.refusals import refuses
 from tests.small_models import SMALL, images, with_weights
 
 # 11 images in batches of 4: the last has 3, with one copy that weighs nothing.
@@ -102,8 +103,7 @@ def test_batch_sizes(model):
     assert sizes(padded(IMAGES, LABELS, model=model)) == [11]
     # Metrics that would count the padding are refused.
     plain = models.from_preset("vit_s16", num_classes=3, **SMALL)
-    with pytest.raises(ValueError, match="weighted_metrics"):
-        padded(IMAGES, LABELS, model=plain)
+    refuses("weighted_metrics", padded, IMAGES, LABELS, model=plain)
 
 
 def test_processes_make_equally_many_batches(monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 
 from keras_moe.data import _texts, load_rows, load_texts, num_classes
 from tests.pipelines import check_resumption
+from tests.refusals import refuses
 
 tf = pytest.importorskip("tensorflow")
 
@@ -34,8 +35,7 @@ def test_a_folder_has_a_document_per_file_or_line(tmp_path):
     assert all(10 < len(splits[x]) < 35 for x in ("validation", "test"))
     assert load_texts(f"text:{tmp_path}/a.*", "all") == texts[:1]
     (tmp_path / "c.jsonl").write_text('{"text": 1}')
-    with pytest.raises(ValueError, match=r"c\.jsonl; received: line 1"):
-        load_texts(source, "all")
+    refuses(r"c\.jsonl; received: line 1", load_texts, source, "all")
 
 
 def test_a_folder_may_have_splits(tmp_path):
@@ -43,8 +43,7 @@ def test_a_folder_may_have_splits(tmp_path):
         (tmp_path / split / "deeper").mkdir(parents=True)
         (tmp_path / split / "deeper" / "a.txt").write_text(text)
     assert load_texts(f"text:{tmp_path}", "test") == ("few",)
-    with pytest.raises(ValueError, match="split"):
-        load_texts(f"text:{tmp_path}", "validation")
+    refuses("split", load_texts, f"text:{tmp_path}", "validation")
 
 
 def test_documentation_of_python_is_split_by_package():
@@ -95,7 +94,7 @@ def test_ids_that_are_no_integers_of_32_bits(ids):
         load_rows({"token_ids": np.array(ids)}, 1)
 
 
-def test_rows_go_on_anywhere():
+def test_rows_go_on_anywhere_and_are_of_each_source_by_weight():
     def read(take, **options):
         batches = load_rows(ROWS, 4, repeat=True, seed=5, **options).take(take)
         return [x["token_ids"][:, 0].tolist() for x in batches.as_numpy_iterator()]
@@ -105,23 +104,16 @@ def test_rows_go_on_anywhere():
     first, second = (sorted(np.concatenate(x)) for x in (whole[:3], whole[3:6]))
     assert first == second
     assert whole[:3] != whole[3:6]
-
-
-def test_a_mixture_has_rows_of_each_source_by_weight():
     rows = {"a": ROWS, "b": {"token_ids": ROWS["token_ids"] + 100}}
     weights = {"a": 0.75, "b": 0.25}
     batches = load_rows(rows, 8, weights, repeat=True).take(3)
     for batch in batches.as_numpy_iterator():
         assert batch["token_ids"].dtype == "int32"
         assert (batch["token_ids"][:, 0] < 100).tolist() == [True] * 6 + [False] * 2
-    with pytest.raises(ValueError, match="repeat=False"):
-        load_rows(rows, 8, weights)
+    refuses("repeat=False", load_rows, rows, 8, weights)
 
 
 def test_sources_without_texts_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="documents for language models"):
-        load_texts("digits", "train")
-    with pytest.raises(ValueError, match="images with labels"):
-        num_classes("python_docs")
-    with pytest.raises(ValueError, match=r"Expected texts \(\.md"):
-        load_texts(f"text:{tmp_path}", "train")
+    refuses("documents for language models", load_texts, "digits", "train")
+    refuses("images with labels", num_classes, "python_docs")
+    refuses(r"Expected texts \(\.md", load_texts, f"text:{tmp_path}", "train")

@@ -151,11 +151,8 @@ def test_costs_on_paper_are_those_measured(results, case):
     assert costs["all-to-all (tokens)"] == buffers * (dealt - 1) // dealt
 
 
-def test_no_part_is_made_whole_for_want_of_a_way(results):
+def test_no_part_is_made_whole(results):
     assert "rematerialization" not in results["stderr"]
-
-
-def test_whole_batch_groups_leave_experts_where_they_are(results):
     sent = results["whole batch", "experts on the batch"]["collectives"]
     kernels = {"f32[8,16,32]", "f32[8,32,16]"}
     assert not kernels & set(sent.get("all-gather", []))

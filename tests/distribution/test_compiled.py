@@ -14,6 +14,7 @@ import pytest
 from keras_moe import distribution, models, training
 from keras_moe.distribution._program import Program
 from keras_moe.distribution.chips import GENERATIONS
+from tests.refusals import refuses
 
 SMALL = {"num_layers": 1, "moe_layers": [0], "load_weights": False}
 CYCLES = 'backend_config={"window_config":{"estimated_cycles":"%d"}}'
@@ -161,18 +162,14 @@ def test_a_compiler_says_how_much_is_too_much(compilation):
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("vmoe_b16", "v5e:4x5", 256), "shape of v5e: 1x1, 2x2.*'v5e:4x5'"),
-        (("vmoe_b16", "h100:8", 256), "one of v4, v5e.*h200.*'h100:8'"),
-        (("vmoe_b16", "v5e:4x4", 0), "batch_size=0"),
-        (("vmoe_b16", "v5e:4x4", 256, "serve"), "step='serve'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("vmoe_b16", "v5e:4x5", 256), "shape of v5e: 1x1, 2x2.*'v5e:4x5'"),
+    (("vmoe_b16", "h100:8", 256), "one of v4, v5e.*h200.*'h100:8'"),
+    (("vmoe_b16", "v5e:4x4", 0), "batch_size=0"),
+    (("vmoe_b16", "v5e:4x4", 256, "serve"), "step='serve'"),
+])  # fmt: skip
 def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        distribution.compiled_costs(*arguments)
+    refuses(message, distribution.compiled_costs, *arguments)
 
 
 @pytest.mark.every_backend
@@ -189,14 +186,11 @@ def test_what_is_not_there_is_named(monkeypatch, topology, extra):
 
 
 @pytest.mark.every_backend
-@pytest.mark.parametrize(
-    ("kind", "error", "message"),
-    [
-        (OSError, "Internal error when accessing libtpu lockfile.", "no other process"),
-        (OSError, "The TPU is already in use by process 3.", "no other process.* 3"),
-        (ImportError, "PJRT", r"pip install 'libtpu==.*jaxlib \S+, libtpu 0.9: PJRT"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "error", "message"), [
+    (OSError, "Internal error when accessing libtpu lockfile.", "no other process"),
+    (OSError, "The TPU is already in use by process 3.", "no other process.* 3"),
+    (ImportError, "PJRT", r"pip install 'libtpu==.*jaxlib \S+, libtpu 0.9: PJRT"),
+])  # fmt: skip
 def test_a_compiler_that_does_not_start(compilation, monkeypatch, kind, error, message):
     def fails(**options):
         raise RuntimeError(error)
@@ -214,8 +208,7 @@ def test_a_compiler_that_does_not_start(compilation, monkeypatch, kind, error, m
 def test_a_batch_that_devices_cannot_share(compilation, monkeypatch):
     devices = keras.distribution.list_devices()[:1] * 4
     monkeypatch.setattr(compilation, "topology_devices", lambda _: devices)
-    with pytest.raises(ValueError, match="batch_size=6"):
-        distribution.compiled_costs("vmoe_digits", "v5e:2x2", 6)
+    refuses("batch_size=6", distribution.compiled_costs, "vmoe_digits", "v5e:2x2", 6)
 
 
 def size(variable):
@@ -316,8 +309,7 @@ def test_a_model_of_ones_own(on_this_machine):
     assert 0 < found.memory["optimizer"] - trained < 100
     with pytest.raises(ValueError, match="dtype='float32'"):
         distribution.compiled_costs(model, "v5e:1x1", 8, dtype="float32")
-    with pytest.raises(ValueError, match="a ViTBackbone"):
-        distribution.compiled_costs(model.backbone, "v5e:1x1", 8)
+    refuses("a ViTBackbone", distribution.compiled_costs, model.backbone, "v5e:1x1", 8)
     found = distribution.compiled_costs(model.backbone, "v5e:1x1", 8, "predict")
     assert found.memory["weights"] > 4 * model.backbone.count_params() - 100
     with pytest.raises(ValueError, match="received: Sequential"):
@@ -384,8 +376,7 @@ def test_gpus_have_no_times(on_this_machine, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(GENERATIONS, "h200", small)
     monkeypatch.setattr(on_this_machine, "compile_lowered", lambda *_: compiled)
     message = r"0\.00 GiB.*batch_size=8.*rematerialize=True"
-    with pytest.raises(ValueError, match=message):
-        distribution.compiled_costs("vmoe_digits", "h200:1", 8, **SMALL)
+    refuses(message, distribution.compiled_costs, "vmoe_digits", "h200:1", 8, **SMALL)
 
 
 @pytest.mark.every_backend

@@ -8,13 +8,15 @@ from keras_moe import analysis, models, training
 from keras_moe.evaluation import (
     contrastive_accuracy,
     encode_pairs,
-    few_shot_from_model,
+    extract_features,
+    few_shot,
     mteb_model,
     retrieval,
     zero_shot,
     zero_shot_from_model,
 )
 from tests.pair_models import one_block
+from tests.refusals import refuses
 from tests.small_models import images, with_weights
 
 DRAW = np.random.default_rng(0)
@@ -83,8 +85,7 @@ def test_pairs_are_embedded_in_full_batches(tokens):
     )
     received = encode_pairs(model, as_batches(11, tokens)).contrastive_accuracy(5)
     assert received == expected
-    with pytest.raises(ValueError, match="batch_size=6"):
-        embeddings.contrastive_accuracy(6)
+    refuses("batch_size=6", embeddings.contrastive_accuracy, 6)
     (arrays,) = as_batches(11, tokens)
     assert encode_pairs(model, arrays).image_of_text.tolist() == OWNER
     assert encode_pairs(model, (arrays[0], None)).image_of_text.tolist() == [*range(11)]
@@ -154,11 +155,10 @@ def test_a_model_with_capacity_16_dropless_or_pruned():
     pool = photos, np.arange(6) % 2
     result = zero_shot_from_model(pruned, *pool, ["red", "blue"], batch_size=6)
     assert (result.ks, len(result.ranks)) == ((1,), 6)
-    few_shot = training.FewShot(pool, pool, (1,), seeds=(0,))(model)
-    expected = few_shot_from_model(
-        model.encode_images, pool, pool, (1,), seeds=(0,), verbose=0
-    )
-    assert few_shot == {"1_shot": pytest.approx(expected.mean[0])}
+    actual = training.FewShot(pool, pool, (1,), seeds=(0,))(model)
+    pool = extract_features(model.encode_images, pool, verbose=0)
+    expected = few_shot(*pool, *pool, (1,), seeds=(0,))
+    assert actual == {"1_shot": pytest.approx(expected.mean[0])}
 
 
 # MIEB
@@ -176,11 +176,9 @@ def photos(count):
 def test_mteb_asks_for_images_texts_and_both():
     pytest.importorskip("mteb")
     model = make()
-    with pytest.raises(ValueError, match="image_preprocessor=None"):
-        mteb_model(model)
+    refuses("image_preprocessor=None", mteb_model, model)
     model.image_preprocessor = models.ImagePreprocessor((8, 8, 3))
-    with pytest.raises(ValueError, match="name='mine'"):
-        mteb_model(model, "mine")
+    refuses("name='mine'", mteb_model, model, "mine")
     encoder = mteb_model(model, "me/mine", batch_size=4)
     rows = photos(5)
     images = [{"image": rows[:3]}, {"image": rows[3:]}]
@@ -192,8 +190,7 @@ def test_mteb_asks_for_images_texts_and_both():
     np.testing.assert_allclose(encoder.encode(texts), of_texts, atol=1e-6)
     both = [{**one, **other} for one, other in zip(images, texts)]
     np.testing.assert_allclose(encoder.encode(both), expected + of_texts, atol=1e-6)
-    with pytest.raises(ValueError, match="received: none"):
-        encoder.encode([{"audio": [1]}])
+    refuses("received: none", encoder.encode, [{"audio": [1]}])
     assert encoder.mteb_model_meta.name == "me/mine"
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from keras_moe import data, models
 from keras_moe.evaluation import (
+    extract_features,
     nearest_neighbours,
-    nearest_neighbours_from_model,
 )
 
 
@@ -56,6 +56,7 @@ def test_digits_by_a_trained_model():
     shape = model.backbone.image_shape
     train, test = (data.load("digits", split, shape, 64) for split in ("train", "test"))
     pooled = keras.Model(model.backbone.input, model.backbone.features["pooled"])
-    result = nearest_neighbours_from_model(pooled, train, test, verbose=0, k=5)
+    train, test = (extract_features(pooled, x, verbose=0) for x in (train, test))
+    result = nearest_neighbours(*train, *test, k=5)
     assert result.accuracy > 0.95
     assert result.scores.shape == (450, 10)

@@ -2,11 +2,12 @@
 
 import json
 
+import keras
 import numpy as np
 import pytest
 
 from keras_moe import models
-from keras_moe.evaluation import segmentation_probe, segmentation_probe_from_model
+from keras_moe.evaluation import extract_features, segmentation_probe
 from keras_moe.evaluation.few_shot import ridge_regression
 from keras_moe.evaluation.segmentation import patch_labels, resize
 
@@ -82,5 +83,7 @@ def test_bright_pixels_are_found_by_a_model():
     images = (masks + 0.1 * draw.normal(size=masks.shape))[..., None]
     images = images.astype("float32")
     train, test = (images[:30], masks[:30]), (images[30:], masks[30:])
-    result = segmentation_probe_from_model(backbone, train, test, verbose=0)
+    grid = keras.Model(backbone.input, backbone.features["grid"])
+    train, test = (extract_features(grid, x, verbose=0) for x in (train, test))
+    result = segmentation_probe(*train, *test)
     assert result.pixel_accuracy > 0.8

@@ -6,14 +6,6 @@ import pytest
 from keras_moe import layers, losses, ops, routers
 from keras_moe.models import ViTBackbone
 from keras_moe.ops import ExpertTypes
-from keras_moe.routers import (
-    ExpertChoiceRouter,
-    PathwayAwareRouter,
-    SinkhornAffinity,
-    SoftRouter,
-    SparsityConstrainedAffinity,
-    TokenChoiceRouter,
-)
 from tests.small_models import SMALL
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
@@ -27,8 +19,12 @@ def vit(**arguments):
 
 def moe(router=None, experts=2, **arguments):
     return layers.MoE(
-        router or TokenChoiceRouter(2), layers.Experts(experts, 8), **arguments
+        router or routers.TokenChoiceRouter(2), layers.Experts(experts, 8), **arguments
     )
+
+
+def choice(*arguments, **options):
+    return routers.TokenChoiceRouter(4, *arguments, **options)
 
 
 def choose(capacity):
@@ -59,7 +55,7 @@ BAD_VALUES = [
         "num_experts": [0], "mlp_dim": [0], "dropout": [1.0], "gated": ["yes"],
         "seed": [0.5], "shared_initialization": [1],
     }),
-    (TokenChoiceRouter, {"num_experts": 4}, {
+    (routers.TokenChoiceRouter, {"num_experts": 4}, {
         "num_experts": [0], "num_selected_experts": [5, 0],
         "capacity_factor": [0.0, -1], "capacity": [0], "eval_capacity_factor": [0],
         "capacity_rounding": ["up"], "capacity_multiple_of": [0], "dropless": ["yes"],
@@ -68,27 +64,27 @@ BAD_VALUES = [
         "seed": [-1], "num_modalities": [0], "excluded_experts": [1],
         "expert_pools": [[[0, 1], [1, 2]], [[0, 1], [1, 2, 3]]],
     }),
-    (TokenChoiceRouter, {"num_experts": 4, "dropless": True}, {"capacity": [2]}),
-    (TokenChoiceRouter, {"num_experts": 4, "affinity": "sinkhorn",
+    (choice, {"dropless": True}, {"capacity": [2]}),
+    (routers.TokenChoiceRouter, {"num_experts": 4, "affinity": "sinkhorn",
                          "combine": "affinity"}, {"noisy_combine": [False]}),
-    (ExpertChoiceRouter, {"num_experts": 4}, {
+    (routers.ExpertChoiceRouter, {"num_experts": 4}, {
         "evaluation": ["no"], "capacity_factor": [0.0], "capacity": [2],
         "normalize_gates": ["before"], "eval_capacity_factor": [0],
         "expert_pools": [[[0, 1], []]],
     }),
-    (PathwayAwareRouter, {"num_experts": 4}, {
+    (routers.PathwayAwareRouter, {"num_experts": 4}, {
         "zero_experts": [4, -1], "copy_experts": [-1], "constant_experts": ["auto"],
         "tau": [0, -0.5], "capacity": [3], "gating_residual": [1],
         "gate_hidden_dim": [0], "logits_norm_std": [0], "zero_gates": ["drop"],
     }),
-    (PathwayAwareRouter, {"num_selected_experts": 1, "logits_norm_std": 1.0}, {
+    (routers.PathwayAwareRouter, {"num_selected_experts": 1, "logits_norm_std": 1.0}, {
         "num_experts": [1],
     }),
-    (SoftRouter, {"num_experts": 4}, {
+    (routers.SoftRouter, {"num_experts": 4}, {
         "num_slots": [0], "noise_std": [NAN], "normalize": [1],
     }),
-    (SinkhornAffinity, {}, {"iterations": [0, 1e9]}),
-    (SparsityConstrainedAffinity, {}, {
+    (routers.SinkhornAffinity, {}, {"iterations": [0, 1e9]}),
+    (routers.SparsityConstrainedAffinity, {}, {
         "solver": ["sgd"], "iterations": [0], "learning_rate": [0],
         "sparse": [1],
     }),
@@ -166,10 +162,6 @@ def test_a_bad_value_is_refused_by_its_name(make, arguments, name):
 TOKENS = zeros(1, 3, 8)
 
 
-def choice(*arguments, **options):
-    return TokenChoiceRouter(4, *arguments, **options)
-
-
 def pooled(pooling, **arguments):
     return layers.MaskedPooling(pooling)(TOKENS, **arguments)
 
@@ -186,7 +178,7 @@ def built(*num_experts):
 
 def pathway(*shape, gating_residual=True):
     """A call of a router of four experts with previous logits of a shape."""
-    router = PathwayAwareRouter(4, gating_residual=gating_residual)
+    router = routers.PathwayAwareRouter(4, gating_residual=gating_residual)
     logits = {"previous_logits": zeros(*shape)} if shape else {}
     return router(zeros(2, 40, 8), **logits)
 
@@ -194,15 +186,15 @@ def pathway(*shape, gating_residual=True):
 @pytest.mark.parametrize(("call", "message"), [
     # Two arguments that do not go together.
     (lambda: choice(capacity=2, capacity_factor=1.0), "not both"),
-    (lambda: SoftRouter(4, num_slots=1, capacity_factor=1.0), "not both"),
+    (lambda: routers.SoftRouter(4, num_slots=1, capacity_factor=1.0), "not both"),
     (lambda: choice(expert_pools=[[0], [4]]), "expert_pools=4"),
     (lambda: choice(expert_pools=[[0.5]]), "expert_pools=0.5"),
     (lambda: choice(expert_pools=[0, 1]), "expert_pools=0"),
     (lambda: choice(2, expert_pools=[[0], [1, 2]]), r"\[0\]"),
     (lambda: choice(1, num_modalities=3, expert_pools=[[0], [1]]), "modalities=3"),
-    (lambda: moe(TokenChoiceRouter(4)), "experts.num_experts=2"),
+    (lambda: moe(routers.TokenChoiceRouter(4)), "experts.num_experts=2"),
     (lambda: moe({"name": "soft", "slots": 1}), "slots=1"),
-    (lambda: moe(PathwayAwareRouter(3, zero_experts=1), 3), "2 FFN experts"),
+    (lambda: moe(routers.PathwayAwareRouter(3, zero_experts=1), 3), "2 FFN experts"),
     (lambda: routers.get("soft", ExpertTypes(2, zero=1)), "router='soft'"),
     (lambda: moe("soft", auxiliary_losses={"router_z": 0.1}), "SoftRouter"),
     (lambda: moe(auxiliary_losses={"loda": 1.0}), "'loda'"),
@@ -217,13 +209,13 @@ def pathway(*shape, gating_residual=True):
     (lambda: moe()(TOKENS, mask=zeros(1, 2) > 0), r"mask.shape=\(1, 2\)"),
     (lambda: moe()(TOKENS, modality_ids=zeros(1, 3)), "modality_ids.dtype"),
     (lambda: moe()(TOKENS, modality_ids=zeros(1, 2) > 0), "modality_ids.shape"),
-    (lambda: SoftRouter(4).build((None, None, 8)), "num_tokens=None"),
+    (lambda: routers.SoftRouter(4).build((None, None, 8)), "num_tokens=None"),
     (lambda: moe().build((2, 8)), r"\(2, 8\)"),
     (lambda: moe()(TOKENS, previous_logits=zeros(1, 3, 2)), "residual=False"),
     (pathway, "previous_logits.shape=None"),
     (lambda: pathway(2, 40, 4, gating_residual=False), "gating_residual=False"),
     (lambda: pathway(2, 40, 5), r"\(2, 40, 5\)"),
-    (lambda: SoftRouter(2, 1)(TOKENS, modality_ids=TOKENS[..., 0]), "modality_ids"),
+    (lambda: routers.SoftRouter(2)(TOKENS, modality_ids=TOKENS), "modality_ids"),
     (lambda: layers.PatchEmbedding(8, 3)(zeros(1, 8, 8, 3)), r"size=\(3, 3\)"),
     (lambda: layers.PositionEmbedding((2, 2))(TOKENS), r"\(1, 3, 8\)"),
     (lambda: layers.AttentionPooling(3, 8)(TOKENS), "num_heads=3, hidden_dim=8"),

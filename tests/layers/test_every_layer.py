@@ -10,6 +10,7 @@ from keras_moe import layers, routers
 from keras_moe.ops import Cost
 from tests.backends import every_backend_for
 from tests.layer_check import check_layer
+from tests.refusals import refuses
 
 B, N, D, E = 3, 6, 8, 4
 EXPERT_TYPES = {"zero_experts": 1, "copy_experts": 1, "constant_experts": 2}
@@ -179,36 +180,11 @@ def test_layer(name, tmp_path):
     check_layer(MAKERS[name], inputs, tmp_path, no_gradient=no_gradient.get(name, ()))
 
 
-# Those made of layers whose policies may differ from their own. On JAX each of the
-# others would take seconds.
-OF_LAYERS = ("Block", "LayerScale", "MoE", "MoE of several expert types")
-
-
-@pytest.mark.parametrize(
-    "name", every_backend_for(MAKERS, *OF_LAYERS, "MoEBlock", "TokenMuMoE")
-)
-# What Keras says of layers without weights, and of weights that their call ignores.
-@pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
-@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
-def test_by_keras(name):
-    """Keras's own test: config, shapes, dtypes, a step of training, mixed precision."""
-    from keras.src.testing import TestCase
-
-    layer, reads_ids = MAKERS[name](), name.endswith("TokenEmbedding")
-    TestCase().run_layer_test(
-        type(layer),
-        layer.get_config(),
-        (B, N) if reads_ids else SHAPES.get(name, (B, N, D)),
-        "int32" if reads_ids else "float32",
-    )
-
-
 @pytest.mark.parametrize("shape", [(B, 5, D), (B, 5, E, D)])
 def test_experts_name_the_shape_that_they_expect(shape):
     message = rf"\(groups, 4, capacity, dim\).*received: inputs.shape=\({shape[0]}, 5"
     for inputs in (np.ones(shape, "float32"), keras.KerasTensor(shape)):
-        with pytest.raises(ValueError, match=message):
-            layers.Experts(E, 16)(inputs)
+        refuses(message, layers.Experts(E, 16), inputs)
 
 
 def test_a_subclass_names_its_attributes_and_adds_weights_as_it_likes():
@@ -365,9 +341,9 @@ def test_every_public_layer_is_checked():
         for cls in (getattr(module, name) for name in module.__all__)
         if isinstance(cls, type) and issubclass(cls, keras.layers.Layer)
     }
-    # Base classes, one without weights that returns a mask, and one that takes heads.
+    # Base classes, two without weights that return a mask, and one that takes heads.
     public -= {routers.Router, routers.SparseRouter, layers.CausalMask}
-    public -= {layers.RotaryEmbedding2D}
+    public -= {layers.PatchPositions, layers.RotaryEmbedding2D}
     assert public == {type(make()) for make in (*MAKERS.values(), *COUNTED.values())}
     # These take weights beside their input: an MoE layer and MuMoE have them.
     public -= {layers.ZeroComputationExperts, layers.MultilinearExperts}

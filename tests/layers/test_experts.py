@@ -7,12 +7,11 @@ from keras import ops
 
 from keras_moe.layers import Experts
 from tests.calls import call
-from tests.compare import assert_close, assert_same
+from tests.compare import assert_close, assert_same, to_numpy
 from tests.refusals import refuses
 from tests.training_gradients import training_gradients
 
 E, D, H, C, RANK = 3, 8, 12, 5, 2
-to_numpy = ops.convert_to_numpy
 COUNTS = np.array([4, 0, 3], "int32")
 
 
@@ -66,14 +65,6 @@ def test_pairs_change_each_expert_as_its_own_sum(alpha):
     assert_close(outputs(layer), outputs(merged(layer)), 1e-4, 1e-4)
 
 
-def test_pairs_start_from_given_initializers():
-    layer = experts()
-    layer.enable_lora(RANK, a_initializer="ones", b_initializer="ones")
-    for name in ("hidden", "output"):
-        for part in "ab":
-            assert (to_numpy(getattr(layer, f"{name}_lora_{part}")) == 1).all()
-
-
 def test_each_expert_has_a_pair_of_its_own():
     layer = experts()
     layer.enable_lora(RANK)
@@ -97,6 +88,11 @@ def test_each_expert_has_a_pair_of_its_own():
     assert np.abs(after[0][:, 2] - before[0][:, 2]).min() > 1e-4
     assert_same(after[1][:4], before[1][:4])
     assert np.abs(after[1][4:] - before[1][4:]).min() > 1e-4
+    layer = experts()
+    layer.enable_lora(RANK, a_initializer="ones", b_initializer="ones")
+    for name in ("hidden", "output"):
+        for part in "ab":
+            assert (to_numpy(getattr(layer, f"{name}_lora_{part}")) == 1).all()
 
 
 @pytest.mark.every_backend
@@ -115,12 +111,16 @@ def test_only_the_pairs_have_gradients():
                 assert np.abs(gradient[COUNTS == 0]).max() == 0, weight.path
 
 
-def test_lora_refuses_what_it_cannot_do():
+def test_what_it_cannot_do_is_refused():
     refuses("built=False", Experts(2, 4).enable_lora, 2)
     layer = experts(lora_rank=RANK)
     refuses("lora_enabled=True", layer.enable_lora, RANK)
     refuses("rank=0", experts().enable_lora, 0)
     refuses("lora_rank=0", Experts, 2, 4, lora_rank=0)
+    with pytest.raises(NotImplementedError, match="mode='int4'"):
+        experts().quantize("int4")
+    with pytest.raises(NotImplementedError, match="mode='float8'"):
+        Experts(E, H, dtype="float8_from_float32").build((1, E, 2, D))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16", "bfloat16"])
@@ -203,13 +203,6 @@ def test_int8_kernels_pass_gradients_to_the_tokens():
     layer.trainable = False
     (gradient,) = training_gradients(model, slots())
     assert 0 < np.abs(gradient - exact).max() < 0.02 * np.abs(exact).max()
-
-
-def test_other_modes_are_refused():
-    with pytest.raises(NotImplementedError, match="mode='int4'"):
-        experts().quantize("int4")
-    with pytest.raises(NotImplementedError, match="mode='float8'"):
-        Experts(E, H, dtype="float8_from_float32").build((1, E, 2, D))
 
 
 def test_a_quantizer_of_the_caller_sees_each_experts_matrix():

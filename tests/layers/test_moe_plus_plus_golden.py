@@ -7,7 +7,8 @@ from keras import ops
 
 from keras_moe.layers import Experts, MoE
 from keras_moe.losses import heterogeneous_balance_loss
-from keras_moe.ops import ExpertTypes, heterogeneous_capacity, selected_experts
+from keras_moe.ops import ExpertTypes, heterogeneous_capacity
+from keras_moe.ops.token_choice import selected_experts
 from keras_moe.routers import PathwayAwareRouter
 from tests import golden
 from tests.backends import every_backend_for

@@ -8,12 +8,11 @@ from keras import ops
 from keras_moe.analysis._hooks import with_layers, without_one
 from keras_moe.layers import MultilinearExperts, MuMoE, MuMoEBlock
 from tests import golden
-from tests.compare import assert_close, assert_same
+from tests.compare import assert_close, assert_same, to_numpy
 from tests.dense_tensor import dense_tensor
 from tests.gradients import gradient_and_outputs
 from tests.training_gradients import training_gradients
 
-to_numpy = ops.convert_to_numpy
 LAYERS = [*golden.cases("10_mumoe/cp_*"), *golden.cases("10_mumoe/tr_*")]
 BLOCKS = golden.cases("10_mumoe/block_*")
 NORMS = {"bn": "batch", "ln": "layer"}

@@ -75,4 +75,4 @@ def routing_of(logits):
     return Routing(**{**dict.fromkeys(Routing._fields), "logits": logits})
 
 
-ROUTER = SimpleNamespace(num_selected_experts=2, num_experts=4, noise_std=1.0)
+ROUTER = SimpleNamespace(num_selected_experts=2, num_experts=4, noise_deviation=0.25)

@@ -79,33 +79,6 @@ def test_golden(case, name):
         assert_close(value, reference, 1e-5, 2e-6)
 
 
-def test_by_hand():
-    images = np.array([[3.0, 0.0], [0.0, 0.5]], "float32")
-    texts = np.array([[2.0, 0.0], [4.0, 0.0]], "float32")
-    # Cosines: the first image is like both texts, the second like neither.
-    e = math.e
-    softmax = numbers(
-        lambda x, y: ops.stack(
-            [
-                losses.softmax_contrastive_loss(x, y, 1.0, direction=direction)
-                for direction in ("image_to_text", "text_to_image", "both")
-            ]
-        ),
-        *(images, texts),
-    )
-    first, second = math.log(1 + 1 / e), math.log(1 + e)
-    texts_mean = (first + second) / 2
-    assert_close(
-        softmax, [math.log(2), texts_mean, (math.log(2) + texts_mean) / 2], 1e-6
-    )
-    sigmoid = numbers(
-        lambda x, y: losses.sigmoid_contrastive_loss(x, y, 2.0, -1.0), *(images, texts)
-    )
-    # Logits 1, 1 and -1, -1, with a negative beside each positive.
-    one, minus_one = math.log(1 + e), math.log(1 + 1 / e)
-    assert_close(sigmoid, (minus_one + one + one + minus_one) / 2, 1e-6)
-
-
 def positive_of(image_ids=None, text_ids=None):
     positive = np.eye(6, dtype=bool)
     for ids in (image_ids, text_ids):

@@ -79,35 +79,6 @@ def test_golden(case, name):
     assert_close(actual[0], arrays[f"grads/{of_sum}/logits"], 1e-5, 1e-6)
 
 
-@pytest.mark.every_backend
-@pytest.mark.parametrize("case", golden.cases("09_limoe_losses/*"))
-def test_golden_merged_entropy_of_each_token(case):
-    arrays, config = golden.load(case)
-    logits = arrays["inputs/logits"].astype("float32")[:, None]
-    actual = numbers(lambda x: losses.merged_entropy_loss(x, config["K"]), logits)
-    assert_close(actual, arrays["outputs/merged_entropy_per_token"], 1e-5)
-
-
-def test_local_entropy_by_hand():
-    p, q = np.array([0.5, 0.25, 0.25]), np.array([0.1, 0.2, 0.7])
-    logits = np.log([[p, q], [p, p]]).astype("float32")
-    loss, actual = with_gradient(losses.local_entropy_loss, logits)
-    h_p, h_q = entropy(*p), entropy(*q)
-    assert_close(loss, [(h_p + h_q) / 2, h_p], 1e-6)
-    # d H / d logits = -p (log p + H), and each of the two tokens counts half.
-    expected = -q * (np.log(q) + h_q) / 2
-    assert_close(actual[0, 1], expected, atol=1e-6)
-
-
-def test_global_entropy_by_hand():
-    # The tokens are sure, of different experts: p = (3/4, 1/4, 0).
-    logits = 100 * np.eye(3, dtype="float32")[None, [0, 0, 1, 0]]
-    h = entropy(0.75, 0.25)
-    for tau, expected in [(None, -h), (1.0, 1.0 - h), (h / 2, 0.0), (0.0, 0.0)]:
-        actual = numbers(lambda x, t=tau: losses.global_entropy_loss(x, t), logits)
-        assert_close(actual, [expected], 1e-6)
-
-
 @pytest.mark.parametrize("above", [False, True])
 def test_the_threshold_ends_the_gradient(above):
     logits = normal(0, 1, 5, 4)
@@ -121,18 +92,7 @@ def test_the_threshold_ends_the_gradient(above):
     assert np.abs(free).max() > 1e-3
 
 
-def test_mutual_information_by_hand():
-    # Modality 0, three tokens: p = (1, 0, 0). Modality 1, one token: (0, 1/2, 1/2).
-    far = [-100.0, 0.0, 0.0]
-    logits = np.array([[[100.0, 0, 0], far, [100.0, 0, 0], [100.0, 0, 0]]], "float32")
-    ids = np.array([[0, 1, 0, 0]])
-    actual = numbers(lambda x, i: losses.mutual_information_loss(x, i, 2), logits, ids)
-    # Weight 1/2 each, whatever the number of tokens.
-    expected = entropy(0.5, 0.5) / 2 - entropy(0.5, 0.25, 0.25)
-    assert_close(actual, [expected], 1e-6)
-
-
-def test_mutual_information_leaves_out_absent_modalities():
+def test_mutual_information_leaves_out_other_modalities():
     logits, ids = normal(0, 3, 6, 4), np.array([[0, 1] * 3, [0, 2] * 3, [1] * 6])
     actual = numbers(lambda x, i: losses.mutual_information_loss(x, i, 3), logits, ids)
     two = numbers(
@@ -142,9 +102,6 @@ def test_mutual_information_leaves_out_absent_modalities():
     assert np.all(two < -1e-3)
     # One modality says nothing of the experts.
     assert_close(actual[2], 0, atol=1e-6)
-
-
-def test_mutual_information_leaves_out_tokens_of_other_modalities():
     logits, ids = normal(0, 1, 6, 4), np.array([[0, 1, 7, 0, 1, -1]])
     both = np.isin(ids, [0, 1])
     actual, expected = (
@@ -153,27 +110,6 @@ def test_mutual_information_leaves_out_tokens_of_other_modalities():
     )
     assert_close(actual, expected, 1e-5)
     assert expected[0] < -1e-3
-
-
-def test_target_entropy_by_hand():
-    # Entropies log 4 and 0, whose mean is log 2: the target of K = 2, and no token's.
-    logits = np.array([[[0, 0, 0, 0], [100, 0, 0, 0]]], "float32")
-    for selected, expected in [(1, LOG2**2), (2, 0), (4, LOG2**2)]:
-        actual = numbers(lambda x, k=selected: losses.target_entropy_loss(x, k), logits)
-        assert_close(actual, [expected], 1e-6, 1e-12)
-
-
-def test_merged_entropy_by_hand():
-    p = np.array([[0.4, 0.1, 0.3, 0.2], [0.25, 0.25, 0.25, 0.25]])
-    logits = np.log(p)[None].astype("float32")
-    for selected, expected in {
-        1: entropy(0.4, 0.6) + entropy(0.25, 0.75),
-        2: entropy(0.7, 0.3) + entropy(0.5, 0.5),
-        3: entropy(0.9, 0.1) + entropy(0.75, 0.25),
-        4: 0.0,
-    }.items():
-        actual = numbers(lambda x, k=selected: losses.merged_entropy_loss(x, k), logits)
-        assert_close(actual, [expected / 2], 1e-5, 1e-6)
 
 
 def test_merged_entropy_of_sure_tokens_is_exact():

@@ -52,7 +52,7 @@ def test_golden_in_training(case, local_loss):
     thresholds = {"text": float(text), "image": float(image)}
     made = limoe_losses(thresholds, local_loss, modalities=("text", "image"))
     router = SimpleNamespace(
-        num_experts=num_experts, num_selected_experts=selected, noise_std=1.0
+        num_selected_experts=selected, noise_deviation=1.0 / num_experts
     )
 
     def program(logits, noisy, ids):

@@ -42,7 +42,7 @@ class NeighbourConfig(models.ImageConfig):
     mlp_dim: int = 128
 
 
-@models.register_backbone(presets={"neighbours_tiny": PRESET})
+@models.register_backbone
 @keras.saving.register_keras_serializable("outside")
 class NeighbourBackbone(models.ImageBackbone):
     config_class = NeighbourConfig
@@ -58,6 +58,9 @@ class NeighbourBackbone(models.ImageBackbone):
 @keras.saving.register_keras_serializable("outside")
 class NeighbourClassifier(models.ImageClassifier):
     backbone_cls = NeighbourBackbone
+
+
+models.register_presets({"neighbours_tiny": {"backbone": NeighbourBackbone, **PRESET}})
 
 
 @routers.register_router("sharp_token_choice", num_selected_experts=1)

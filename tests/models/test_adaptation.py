@@ -11,13 +11,12 @@ import pytest
 from keras_moe import data, models
 from keras_moe.models.saving import _lora
 from tests.backends import every_backend_for
-from tests.compare import assert_same
+from tests.compare import assert_same, to_numpy
 from tests.refusals import refuses
 from tests.small_models import SMALL, images, mixer, vit
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
-to_numpy = keras.ops.convert_to_numpy
 NAMES = ["query", "value", "experts"]
 IMAGES, LABELS = images(8, *SMALL["image_shape"]), np.arange(8) % 3
 

@@ -10,10 +10,9 @@ from keras_moe import models
 from keras_moe.layers import MLP, Attention, Block, LogitScale
 from keras_moe.routers import Router
 from tests.calls import call
-from tests.compare import assert_close, assert_same
+from tests.compare import assert_close, assert_same, to_numpy
 from tests.pair_models import IMAGE, TEXT
 
-to_numpy = keras.ops.convert_to_numpy
 MOE = {"moe_layers": [1], "num_experts": 4, "router": "softmax_token_choice"}
 MIXER = {name: size for name, size in IMAGE.items() if name != "num_heads"}
 MAKERS = {

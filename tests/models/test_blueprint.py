@@ -6,12 +6,6 @@ import keras
 import pytest
 
 from keras_moe import models
-from keras_moe.models import (
-    MixerBackbone,
-    MixerImageClassifier,
-    ViTBackbone,
-    ViTImageClassifier,
-)
 from tests import golden
 from tests.published import hub_vit
 from tests.refusals import refuses
@@ -25,7 +19,7 @@ SIZES = {
 }  # fmt: skip
 KINDS = ("built-in", "from outside", "backbone", "task", "published", "KerasHub")
 OUTSIDE = {
-    "description": "A ViT of the tests", "backbone": ViTBackbone,
+    "description": "A ViT of the tests", "backbone": models.ViTBackbone,
     "task": "ViTImageClassifier", "config": SIZES,
     "task_config": {"dropout": 0.25},
     "class_names": ["no", "yes"],
@@ -48,14 +42,14 @@ def test_activation_is_the_backbones_in_every_source(sources, kind):
     overrides = {"num_classes": 3, "activation": "gelu", "output_activation": "softmax"}
     with models.resolve(sources[kind], overrides) as blueprint:
         assert blueprint.config["activation"] == "gelu"
-        assert blueprint.task is ViTImageClassifier
+        assert blueprint.task is models.ViTImageClassifier
         assert blueprint.task_config["output_activation"] == "softmax"
         assert blueprint.task_config["num_classes"] == 3
     for model in (
         models.from_preset(sources[kind], **overrides),
-        ViTImageClassifier.from_preset(sources[kind], **overrides),
+        models.ViTImageClassifier.from_preset(sources[kind], **overrides),
     ):
-        assert type(model) is ViTImageClassifier
+        assert type(model) is models.ViTImageClassifier
         assert model.backbone.get_config()["activation"] == "gelu"
         assert model.output_activation == "softmax"
 
@@ -85,8 +79,8 @@ def test_described_is_what_is_built(sources, kind):
     ({"num_classes": 3, "poling": "map"}, {}, r"poling='map' \(nearest: pooling"),
     ({}, {"task": "image_clasifier"}, "task='image_clasifier'"),
     ({"pooling": "map"}, {"task": "backbone"}, "pooling='map'"),
-    ({}, {"cls": MixerBackbone}, "of a MixerBackbone for MixerBackbone"),
-    ({}, {"cls": MixerImageClassifier}, "a MixerBackbone for .*of a ViTBackbone"),
+    ({}, {"cls": models.MixerBackbone}, "of a MixerBackbone for MixerBackbone"),
+    ({}, {"cls": models.MixerImageClassifier}, "a MixerBackbone for .*a ViTBackbone"),
     ({"num_classes": 3, "backbone": 3}, {}, "backbone=3"),
 ])  # fmt: skip
 def test_every_source_refuses_alike(sources, kind, overrides, options, message):
@@ -116,5 +110,5 @@ def test_a_preset_brings_its_head(sources):
     assert other.dropout == 0.5
     assert other.preprocessor.class_names is None
     assert models.list_presets()["vit_of_tests"] == "A ViT of the tests"
-    assert "vit_of_tests" in ViTImageClassifier.presets
-    assert "vit_of_tests" not in MixerBackbone.presets
+    assert "vit_of_tests" in models.ViTImageClassifier.presets
+    assert "vit_of_tests" not in models.MixerBackbone.presets

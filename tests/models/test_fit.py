@@ -123,11 +123,15 @@ def test_a_crossentropy_by_name_reads_the_outputs(models, kind, name, labels):
     assert actual == {"loss": pytest.approx(expected, rel=1e-4)}
 
 
-def test_a_loss_of_probabilities_on_logits_warns(models):
+def test_what_does_not_fit_the_outputs_is_told(models):
     with pytest.warns(UserWarning, match="outputs are logits"):
         models["logits"].compile("sgd", losses.CategoricalCrossentropy())
     with pytest.warns(UserWarning, match="outputs are probabilities"):
         models["softmax"].compile("sgd", losses.CategoricalCrossentropy(True))
+    model = models["multi_label"]
+    model.compile()
+    with pytest.raises(ValueError, match=r"labels in \[0, 1\] .* received: -1"):
+        model.fit(SOURCES["generator"](IMAGES, 2 * ONE_HOT - 1), verbose=0)
 
 
 def test_one_output_counts_decisions(op_by_op):
@@ -172,13 +176,6 @@ def test_labels_of_every_batch_are_checked(models, name):
     finally:
         SPARSE[5] = 2
     assert model.evaluate(IMAGES, SPARSE, batch_size=2, verbose=0) == expected
-
-
-def test_targets_of_a_dataset_are_checked(models):
-    model = models["multi_label"]
-    model.compile()
-    with pytest.raises(ValueError, match=r"labels in \[0, 1\] .* received: -1"):
-        model.fit(SOURCES["generator"](IMAGES, 2 * ONE_HOT - 1), verbose=0)
 
 
 def test_arrays_are_shuffled(op_by_op):

@@ -9,10 +9,9 @@ from keras import ops
 
 from keras_moe import models
 from keras_moe.layers import MuMoE
-from tests.compare import assert_close, assert_same
+from tests.compare import assert_close, assert_same, to_numpy
 from tests.small_models import images, vit, with_weights
 
-to_numpy = ops.convert_to_numpy
 SHAPE = (16, 8, 2)
 RING = MuMoE(
     3, (4, 2), "tr", (2, 3, 2, 4), activation="softmax", normalization="layer",

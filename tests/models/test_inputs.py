@@ -176,14 +176,3 @@ def test_labels_are_those_of_the_loss(labels, num_classes, loss, message, as_ten
         models.base._input_checks.check_labels(labels, num_classes, loss)
         return
     refuses(message, models.base._input_checks.check_labels, labels, num_classes, loss)
-
-
-@pytest.mark.every_backend
-def test_bytes_warn_once(model):
-    model = classifier()
-    images = np.full(IMAGES.shape, 255, "uint8")
-    with pytest.warns(UserWarning, match="127.5"):
-        model.predict_on_batch(keras.ops.convert_to_tensor(images))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Expected images")
-        model.predict_on_batch(images)

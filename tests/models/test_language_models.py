@@ -189,7 +189,7 @@ def test_chunks_give_the_whole_loss_and_gradient():
     [(1, 1024, 1, 512), (3, 250, 1, 128), (8, 1024, 8, 512), (2, 1024, 8, 512)],
 )
 def test_a_device_has_512_tokens_in_a_chunk(batch, length, devices, size, monkeypatch):
-    sizes, whole = [], losses.logit_log_likelihoods
+    sizes, whole = [], losses.language.logit_log_likelihoods
     monkeypatch.setattr(losses.language, "batch_devices", lambda: devices)
     monkeypatch.setattr(
         losses.language,

@@ -34,7 +34,6 @@ def test_a_card_says_what_is_known(classifier, tmp_path):
         recipe={"schedule.epochs": 3, "seed": 0, "notes": ""},
         results=[models.CardResult("accuracy", 0.98764, "photos", "validation")],
         picture=picture,
-        base_model="google/vit",
         tags=["tiny"],
     )
     folder = tmp_path / "tiny_moe"
@@ -62,7 +61,6 @@ def test_a_card_says_what_is_known(classifier, tmp_path):
     data = huggingface_hub.ModelCard(page).data
     assert data.license == "apache-2.0"
     assert data.pipeline_tag == "image-classification"
-    assert data.base_model == "google/vit"
     assert data.tags == ["keras", "mixture-of-experts", "tiny"]
     (result,) = data.eval_results
     assert (result.metric_type, result.metric_value) == ("accuracy", 0.98764)

@@ -3,16 +3,14 @@
 import keras
 import numpy as np
 import pytest
-from keras import ops
 
 from keras_moe import models
 from keras_moe.analysis import expert_load
 from keras_moe.training import upcycle
-from tests.compare import assert_close
+from tests.compare import assert_close, to_numpy
 from tests.pair_models import IMAGE
 from tests.small_models import images
 
-to_numpy = ops.convert_to_numpy
 SMALL = {**IMAGE, "mlp_dim": 12, "seed": 0}
 del SMALL["num_heads"]
 VIT = {**SMALL, "num_heads": 2, "moe_layers": [1], "num_experts": (4, 2)}

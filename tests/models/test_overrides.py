@@ -32,21 +32,17 @@ def test_another_router_drops_arguments_that_only_the_one_before_has():
     assert updated_moe(None, {"num_experts": 3}).moe_layers is None
 
 
-def test_one_limit_takes_the_place_of_another():
+def test_one_limit_takes_the_place_of_another_and_none_is_the_default():
     moe = MoEConfig(router=named(capacity_factor=1.05, eval_capacity_factor=2.0))
     for changes in ({"dropless": True}, {"capacity": 8}):
         changed = updated_moe(moe, changes)
         assert changed.router == named(eval_capacity_factor=2.0, **changes)
     changed = updated_moe(moe, {"eval_capacity": 8})
     assert changed.router == named(capacity_factor=1.05, eval_capacity=8)
-
-
-def test_a_dict_or_a_layer_is_a_complete_router():
-    moe = MoEConfig(router=named(num_selected_experts=3))
-    changed = updated_moe(moe, {"router": named(combine="affinity")})
-    assert changed.router == named(combine="affinity")
-    own = updated_moe(moe, {"num_experts": 4, "router": TokenChoiceRouter(4, 1)})
-    assert own.router_arguments["num_selected_experts"] == 1
+    moe = MoEConfig(router={"name": "softmax_token_choice", "capacity_factor": 2.0})
+    assert updated_moe(moe, {"capacity_factor": None}) == MoEConfig()
+    soft = updated_moe(moe, {"router": "soft", "noise_std": None})
+    assert soft.router_arguments["noise_std"] == 0.0
 
 
 def test_the_same_router_in_another_form_keeps_its_arguments():
@@ -68,10 +64,3 @@ def test_another_kind_keeps_no_biases_of_the_one_before():
     assert not updated_moe(without, {"num_experts": 4}).expert_use_bias
     assert updated_moe(without, {"router": "soft"}).expert_use_bias
     assert not updated_moe(moe, {"router": "soft"}).expert_use_bias
-
-
-def test_none_restores_the_default_of_the_router():
-    moe = MoEConfig(router={"name": "softmax_token_choice", "capacity_factor": 2.0})
-    assert updated_moe(moe, {"capacity_factor": None}) == MoEConfig()
-    soft = updated_moe(moe, {"router": "soft", "noise_std": None})
-    assert soft.router_arguments["noise_std"] == 0.0

@@ -153,7 +153,7 @@ def test_errors_of_a_hub_have_names(happened):
     check(online, "ours/none", "FileNotFoundError", "hf://ours/none", "config.json")
 
 
-def test_a_file_that_breaks_off_is_not_kept(happened):
+def test_programs_download_and_keep_no_broken_file(happened):
     online = happened[2]
     check(online, "broken", "ConnectionError", "hf://ours/broken")
     assert "config.json" in online["kept"]
@@ -161,9 +161,6 @@ def test_a_file_that_breaks_off_is_not_kept(happened):
     assert online["whole again"][1] == "no error"
     if importlib.util.find_spec("hf_xet"):
         check(online, "xet", "ConnectionError", "hf://ours/xet", hub_server.NOWHERE)
-
-
-def test_programs_download(happened):
     online = happened[2]
     status, output, errors = online["describe"]
     assert status == 0, errors
@@ -201,13 +198,10 @@ def test_without_a_network_all_say_so_at_once(happened):
         assert errors.count("\n") == 1
 
 
-def test_remote_checkpoints_without_a_network(happened):
+def test_without_a_network_what_was_downloaded_is_enough(happened):
     pytest.importorskip("orbax.checkpoint")
     words = "Expected a connection to storage.googleapis.com for gs://bucket/run;"
     assert check(happened[3], "gs://bucket/run", "ConnectionError", words) < AT_ONCE
-
-
-def test_what_was_downloaded_needs_no_network(happened):
     offline = happened[3]
     for name in ("cached", "cached gs", "cached alone"):
         kinds, text, seconds = offline[name]

@@ -35,8 +35,7 @@ def values(model):
 
 
 def close(actual, expected, tolerance=1e-6):
-    for a, b in zip(actual, expected):
-        assert_close(a, b, 1e-4, tolerance)
+    assert_close(actual, expected, 0.0001, tolerance)
 
 
 @pytest.mark.parametrize("part", ["task", "backbone"])

@@ -7,10 +7,9 @@ from keras import ops
 
 from keras_moe.ops import entmax
 from tests import golden
-from tests.compare import assert_close
+from tests.compare import assert_close, to_numpy
 from tests.gradients import gradient, one_program
 
-to_numpy = ops.convert_to_numpy
 BACKEND = keras.backend.backend()
 ALPHAS = (1.05, 1.25, 1.3, 1.5, 1.75, 2.0)
 

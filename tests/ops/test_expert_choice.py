@@ -7,13 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_moe.ops import SlotPlan, expert_choice
-from tests.compare import assert_close, assert_same
+from tests.compare import assert_close, assert_same, to_numpy
 from tests.ops import reference
 
 # (G, S, E, C)
 SHAPES = [(2, 6, 4, 2), (1, 5, 3, 5), (2, 3, 6, 1)]
 some = settings(max_examples=25, deadline=None, derandomize=True, database=None)
-to_numpy = keras.ops.convert_to_numpy
 
 
 def route(affinity, gates, capacity, mask=None, normalize_gates=None):
@@ -47,14 +46,11 @@ def test_follows_the_definition(shape, seed, ties, masked):
     assert_same(dispatched.sum(axis=1), np.broadcast_to(wanted, (groups, experts)))
 
 
-def test_minus_infinity_forbids_a_pair():
+def test_forbidden_pairs_and_normalised_gates_by_hand():
     affinity = np.array([[[-np.inf, 0.1], [0.5, -np.inf], [-np.inf, -np.inf]]])
     plan = route(affinity.astype("float32"), np.ones((1, 3, 2), "float32"), 2)
     assert_same(plan.slot_tokens, [[[1, -1], [0, -1]]])
     assert_same(plan.slot_weights, [[[1, 0], [1, 0]]])
-
-
-def test_gates_can_be_normalised_over_the_experts_that_took_the_token():
     gates = np.array([[[0.6, 0.4], [0.9, 0.1], [0.2, 0.8]]], "float32")
     plan = route(gates, gates, 2, normalize_gates="after")
     assert_same(plan.slot_tokens, [[[1, 0], [2, 0]]])

@@ -115,31 +115,6 @@ def test_other_weights(kind):
     check(kind, arrays, (30, 0, 6), cotangent, form)
 
 
-def test_the_reference_is_a_matmul_per_expert():
-    (rows, kernels), cotangent = example(10, 3, "matmul")
-    actual = reference("matmul", (rows, kernels), (4, 0, 5), cotangent)
-    expected = np.zeros((10, H)), np.zeros((10, D)), np.zeros((3, D, H))
-    for expert, own in ((0, slice(0, 4)), (2, slice(4, 9))):
-        expected[0][own] = rows[own] @ kernels[expert]
-        expected[1][own] = cotangent[own] @ kernels[expert].T
-        expected[2][expert] = rows[own].T @ cotangent[own]
-    assert_equal(actual, expected, ["kernels"])
-
-
-def test_the_reference_is_an_mlp_per_expert():
-    (rows, *weights), cotangent = example(10, 3, "gated")
-    actual = reference("gated", (rows, *weights), (4, 0, 5), cotangent)
-    weights = dict(zip(WEIGHTS["gated"][0], weights))
-    expected = np.zeros_like(rows)
-    for expert, own in ((0, slice(0, 4)), (2, slice(4, 9))):
-        w = {name: weight[expert] for name, weight in weights.items()}
-        gate = rows[own] @ w["gate_kernel"] + w["gate_bias"]
-        hidden = rows[own] @ w["hidden_kernel"] + w["hidden_bias"]
-        hidden = gate / (1 + np.exp(-gate)) * hidden
-        expected[own] = hidden @ w["output_kernel"] + w["output_bias"]
-    assert_close(actual[0], expected, 1e-4, 1e-4)
-
-
 @each_op
 @pytest.mark.parametrize(
     ("num_rows", "num_experts"), [(50, 3), (1, 1), (1, 3), (40, 1), (5, 9)]

@@ -5,9 +5,8 @@ from keras import initializers, ops
 
 from keras_moe.layers import MLP, Attention, PerExpert
 from keras_moe.ops._initializers import PathInitializer, initial_values, skip_init
-from tests.compare import assert_same
+from tests.compare import assert_same, to_numpy
 
-to_numpy = ops.convert_to_numpy
 on_jax = keras.backend.backend() == "jax"
 
 SHAPE = (50, 400)
@@ -26,11 +25,6 @@ CASES = {
         *(0.0, 200**-0.5, np.inf),
     ),
 }
-
-
-def values_of(seed, name, path, initializer="glorot_uniform"):
-    with initial_values(seed, name):
-        return to_numpy(PathInitializer(initializer, path)((4, 8)))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -153,20 +147,3 @@ def test_the_meta_device_draws_nothing():
         # A tebibyte.
         value = PathInitializer("he_normal")((1 << 20, 1 << 18))
     assert value.device.type == "meta"
-
-
-def test_seed_name_and_path_decide():
-    first = values_of(1, "Image", "query/kernel")
-    assert_same(first, values_of(1, "Image", "query/kernel"))
-    for other in ((2, "Image", "query/kernel"), (1, "Text", "query/kernel")):
-        assert np.abs(first - values_of(*other)).min() > 0
-    assert np.abs(first - values_of(1, "Image", "key/kernel")).min() > 0
-    # The seed that a user gives an initializer is not the model's, but each weight
-    # still has its own values.
-    seeded = initializers.RandomNormal(seed=3)
-    a, b, c = (
-        values_of(seed, "Image", path, seeded)
-        for seed, path in ((1, "query"), (2, "query"), (1, "key"))
-    )
-    assert_same(a, b)
-    assert np.abs(a - c).min() > 0

@@ -86,20 +86,6 @@ def test_golden_layer(case, form):
 
 
 @each_form
-def test_by_hand(form):
-    to_slots, to_tokens = FORMS[form]
-    # Tokens 0 and 2 go to expert 0, token 1 to expert 1; token 3 is dropped.
-    gates = np.array([[[0.5, 0.1], [0.2, 0.7], [0.4, 0.3], [0.3, 0.2]]], "float32")
-    plan = plan_for(gates, 1, 2)
-    tokens = np.array([[[1, 10], [2, 20], [3, 30], [4, 40]]], "float32")
-    slots = to_numpy(to_slots(tokens, plan))
-    assert slots.tolist() == [[[[1, 10], [3, 30]], [[2, 20], [0, 0]]]]
-    back = to_numpy(to_tokens(slots, plan))
-    expected = [[[0.5, 5], [1.4, 14], [1.2, 12], [0, 0]]]
-    assert_close(back, expected, 1e-6)
-
-
-@each_form
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtype_is_kept(form, dtype):
     to_slots, to_tokens = FORMS[form]

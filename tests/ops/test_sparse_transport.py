@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from keras_moe.ops.sparse_transport import (
     ITERATIONS,
     potentials,
-    semi_dual,
+    project,
     sparse_transport,
 )
 from keras_moe.ops.transport import Transport
@@ -67,9 +67,11 @@ def solve_with_objective(utility, side, max_nonzeros):
             steps = ITERATIONS[solver]
             problem = mass, target, side, max_nonzeros
             solution, _ = potentials(values, *problem, solver, steps)
-            worth = semi_dual(
-                solution, values, values > -1.0, mass, target, max_nonzeros
-            )
+            # The semi-dual, which solvers minimise.
+            raised = values + solution
+            best = project(raised, values > -1.0, mass, max_nonzeros)
+            worth = keras.ops.sum(best * (raised - 0.5 * best), axis=(1, 2))
+            worth = worth - keras.ops.sum(target * solution, axis=(1, 2))
             results.append(
                 (sparse_transport(utility, side, max_nonzeros, solver), worth)
             )

@@ -54,8 +54,7 @@ def test_queues_by_counting(sizes, kind):
         for form in (by_counting, fill_slots)
     )
     assert [x.dtype for x in actual] == [x.dtype for x in expected]
-    for x, y in zip(actual, expected, strict=True):
-        assert_same(x, y)
+    assert_same(actual, expected)
 
 
 @on_jax
@@ -106,8 +105,7 @@ def test_rows_of_slots_and_gradients(dtype):
         expected[2][token] += to_slots[group, slot]
         expected[3][group, slot] = to_tokens[token]
     tolerance = 1e-6 if dtype == "float32" else 2**-6
-    for actual, wanted in zip([*moved, *gradients], expected, strict=True):
-        assert_close(actual, wanted, tolerance, tolerance)
+    assert_close([*moved, *gradients], expected, tolerance, tolerance)
 
 
 @on_jax
@@ -150,8 +148,7 @@ def test_slots_in_whole_tiles_move_the_same_tokens(kind):
     assert not tiles[:, :, 15:].any()
     tiles[:, :, 15:] = 7.0  # as biases would
     assert_same(tiled.combine(tiles), plan.combine(slots))
-    for x, y in zip(tiled.assignments(), plan.assignments(), strict=True):
-        assert_same(x, y)
+    assert_same(tiled.assignments(), plan.assignments())
     assert in_tiles(tiled).dispatch(tokens).shape[2] == 16
     few = token_choice(gates, gates, 2, 7)
     assert in_tiles(few) is few

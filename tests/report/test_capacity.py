@@ -240,14 +240,11 @@ def test_drops_fall_with_capacity():
     assert at[0.25] == pytest.approx(1 / 3)
 
 
-@pytest.mark.parametrize(
-    ("router", "group_size", "expected"),
-    [
-        (routers.ExpertChoiceRouter(2, affinity="sparsity_constrained"), None, True),
-        (routers.TokenChoiceRouter(2, 1, affinity="sinkhorn"), 8, True),
-        (routers.ExpertChoiceRouter(2, affinity="sinkhorn"), None, False),
-    ],
-)
+@pytest.mark.parametrize(("router", "group_size", "expected"), [
+    (routers.ExpertChoiceRouter(2, affinity="sparsity_constrained"), None, True),
+    (routers.TokenChoiceRouter(2, 1, affinity="sinkhorn"), 8, True),
+    (routers.ExpertChoiceRouter(2, affinity="sinkhorn"), None, False),
+])  # fmt: skip
 def test_a_page_says_which_drops_are_approximate(router, group_size, expected):
     kind = "expert_choice" if router.side == "expert" else "token_choice"
     about = subject(router, ["block_1"], (1, 2), group_size, kind)

@@ -11,6 +11,7 @@ from keras_moe import layers, models
 from keras_moe.report import write_report
 from keras_moe.report._data import labels_of, routed_batches
 from keras_moe.report.model import reported_model
+from tests.compare import assert_same
 from tests.small_models import images, small_classifier, small_pairs_model
 
 SURROGATE = "a\ud800b"
@@ -30,19 +31,16 @@ def batches_of(model, data, **kwargs):
     return list(routed_batches(reported_model(model), data, **kwargs))
 
 
-@pytest.mark.parametrize(
-    ("labels", "expected"),
-    [
-        (np.array([2.0, 0.0]), [2, 0]),
-        (np.array([[2], [1]], "uint8"), [2, 1]),
-        (np.eye(3, dtype="float32")[[2, 0]], [2, 0]),
-        # No label, and several.
-        (np.array([[0.0, 0.0], [1.0, 1.0], [0.0, 1.0]]), [-1, -1, 1]),
-        (np.array([[2, -1], [0, 2], [-1, -1]]), [2, -1, -1]),
-        ({"image_ids": [1], "text_ids": [2]}, None),
-        (None, None),
-    ],
-)
+@pytest.mark.parametrize(("labels", "expected"), [
+    (np.array([2.0, 0.0]), [2, 0]),
+    (np.array([[2], [1]], "uint8"), [2, 1]),
+    (np.eye(3, dtype="float32")[[2, 0]], [2, 0]),
+    # No label, and several.
+    (np.array([[0.0, 0.0], [1.0, 1.0], [0.0, 1.0]]), [-1, -1, 1]),
+    (np.array([[2, -1], [0, 2], [-1, -1]]), [2, -1, -1]),
+    ({"image_ids": [1], "text_ids": [2]}, None),
+    (None, None),
+])  # fmt: skip
 def test_labels(labels, expected):
     result = labels_of(labels)
     assert (None if result is None else result.tolist()) == expected
@@ -146,8 +144,7 @@ def test_the_global_policy_changes_no_routing(model):
     (expected,) = batches_of(model, pixels)
     keras.config.set_dtype_policy("mixed_bfloat16")
     (batch,) = batches_of(model, pixels)
-    for actual, own in zip(batch.routing["block_1"], expected.routing["block_1"]):
-        np.testing.assert_array_equal(actual, own)
+    assert_same(batch.routing["block_1"], expected.routing["block_1"])
     np.testing.assert_array_equal(batch.outputs, expected.outputs)
 
 

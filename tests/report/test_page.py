@@ -105,24 +105,6 @@ def test_an_expert_has_one_colour():
     assert not {*TYPE_COLOURS.values()} & {*EXPERT_COLOURS}
 
 
-def test_a_page_that_loads_or_overflows_is_seen(page, tmp_path):
-    bad = tmp_path / "bad.html"
-    bad.write_text(
-        "<body><div class='wide' style='width: 2000px; height: 2px'></div>"
-        "<img src='http://localhost:9/x.png'>"
-        "<script>console.error('wrong'); undefinedName()</script>"
-    )
-    page.requests.clear()
-    page.errors.clear()
-    page.open(bad, 390)
-    page.evaluate("new Promise(done => setTimeout(done, 100))")
-    assert page.evaluate("innerWidth") == 390
-    assert page.evaluate(OVERFLOWS)[0].startswith("DIV.wide")
-    assert page.requests == ["http://localhost:9/x.png"]
-    assert any("wrong" in error for error in page.errors)
-    assert any("undefinedName" in error for error in page.errors)
-
-
 def routed(gates):
     served = np.eye(3)[np.argmax(gates, axis=-1)]
     # The last token finds no room.

@@ -7,17 +7,9 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe.analysis import mask_experts, prune_experts
+from keras_moe import report
+from keras_moe.analysis import prune_experts
 from keras_moe.ops import Routing
-from keras_moe.report import (
-    Finding,
-    Options,
-    Section,
-    SectionContent,
-    Table,
-    write_report,
-    writing,
-)
 from keras_moe.report.model import reported_model
 from keras_moe.report.sections._layers import Confidence, EntropySums
 from keras_moe.report.sections._loads import LayerCounts, demand, health_findings
@@ -61,7 +53,7 @@ def test_counts_by_hand():
 
 
 def test_confidence_by_hand():
-    section = Confidence(reported(block("b", 2)), Options())
+    section = Confidence(reported(block("b", 2)), report.Options())
     gates = [[0.9, 0.1], [0.6, 0.4], [0.5, 0.5], [0.2, 0.8], [1.0, 0.0]]
     # The last token is padding.
     section.update(one_batch(gates, gates, [True, True, True, True, False]))
@@ -84,19 +76,16 @@ def test_entropies_by_hand():
     assert (entropies["local_after"], entropies["global_after"]) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "served", "changes", "expected"),
-    [
-        ("token_choice", [5, 5, 5, 5], {}, "good All experts"),
-        ("token_choice", [99, 0, 0, 0], {}, "problem 3 of 4 experts are without a"),
-        ("token_choice", [96, 2, 1, 1], {}, "problem collapsed: expert 0 does 96%"),
-        ("token_choice", [999, 999, 999, 1], {}, "notice 1 of 4 experts are with less"),
-        ("token_choice", [5] * 4, {"demand": [10, 5, 5, 5]}, "problem drops 20.0%"),
-        ("expert_choice", [5, 5, 5, 5], {"unserved": 5}, "notice takes 25.0%"),
-        ("soft", [0, 5, 5, 5], {}, "notice 1 of 4 experts are without weight: 0."),
-        ("token_choice", [0, 0, 0, 0], {}, "problem no expert serves"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "served", "changes", "expected"), [
+    ("token_choice", [5, 5, 5, 5], {}, "good All experts"),
+    ("token_choice", [99, 0, 0, 0], {}, "problem 3 of 4 experts are without a"),
+    ("token_choice", [96, 2, 1, 1], {}, "problem collapsed: expert 0 does 96%"),
+    ("token_choice", [999, 999, 999, 1], {}, "notice 1 of 4 experts are with less"),
+    ("token_choice", [5] * 4, {"demand": [10, 5, 5, 5]}, "problem drops 20.0%"),
+    ("expert_choice", [5, 5, 5, 5], {"unserved": 5}, "notice takes 25.0%"),
+    ("soft", [0, 5, 5, 5], {}, "notice 1 of 4 experts are without weight: 0."),
+    ("token_choice", [0, 0, 0, 0], {}, "problem no expert serves"),
+])  # fmt: skip
 def test_findings_by_hand(kind, served, changes, expected):
     counts = LayerCounts(block("b", 4, kind=kind, capacity_factor=None))
     counts.tokens = 20
@@ -120,7 +109,7 @@ def test_the_files_of_a_report(model, tmp_path):
     folder = tmp_path / "report"
     data = images(5, 16, 8, 3), np.arange(5) % 3
     names = [HOSTILE, "b", "c"]
-    written = write_report(
+    written = report.write_report(
         model, data, folder, name=HOSTILE, class_names=names, batch_size=2, verbose=0,
         command="keras-moe report 'a b'", credit="Ann & Bob, CC BY 4.0",
     )  # fmt: skip
@@ -152,7 +141,7 @@ def test_the_files_of_a_report(model, tmp_path):
 def test_a_failed_report_leaves_the_old_one(model, tmp_path, monkeypatch):
     folder = tmp_path / "report"
     pixels = images(1, 16, 8, 3)
-    written = write_report(model, pixels, folder, name="first", verbose=0)
+    written = report.write_report(model, pixels, folder, name="first", verbose=0)
     (folder / "notes.txt").write_text("mine")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -160,16 +149,16 @@ def test_a_failed_report_leaves_the_old_one(model, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device", "report.json")
 
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "write_json", full)
+        patch.setattr(report.writing, "write_json", full)
         with pytest.raises(OSError, match="No space"):
-            write_report(model, pixels, folder, name="second", verbose=0)
+            report.write_report(model, pixels, folder, name="second", verbose=0)
     assert {x.name: x.read_bytes() for x in folder.iterdir()} == before
-    write_report(model, pixels, folder, name="second", verbose=0)
+    report.write_report(model, pixels, folder, name="second", verbose=0)
     assert "second" in written.page.read_text(encoding="utf-8")
     assert (folder / "notes.txt").read_text() == "mine"
 
 
-class Classes(Section):
+class Classes(report.Section):
     """The section that docs/analysis.md has."""
 
     title, anchor = "Examples by class", "classes"
@@ -185,23 +174,25 @@ class Classes(Section):
 
     def finish(self):
         rows = [[self.model.class_name(k), n] for k, n in sorted(self.counts.items())]
-        table = Table(["class", "examples"], rows, "Classes")
-        return SectionContent([table], self.counts)
+        table = report.Table(["class", "examples"], rows, "Classes")
+        return report.SectionContent([table], self.counts)
 
 
-class Judged(Section):
+class Judged(report.Section):
     """A section with findings of all levels."""
 
     title, anchor, intro = "Judged", "judged", "Findings."
 
     def finish(self):
-        findings = [Finding(x, f"It is {x}.") for x in ("good", "notice", "problem")]
-        return SectionContent([], {}, findings)
+        findings = [
+            report.Finding(x, f"It is {x}.") for x in ("good", "notice", "problem")
+        ]
+        return report.SectionContent([], {}, findings)
 
 
 def test_a_section_of_ones_own(model, tmp_path):
     data = images(3, 16, 8, 3), np.array([0, 2, 2])
-    written = write_report(
+    written = report.write_report(
         model, data, tmp_path / "report", sections=[Classes, Judged], verbose=0
     )
     assert [x.level for x in written.findings] == ["problem", "notice", "good"]
@@ -220,15 +211,14 @@ def test_a_section_of_ones_own(model, tmp_path):
     [("router_drop", False), ("router_drop", True), ("router_pred_skip", True)],
 )
 def test_a_report_on_pruned_layers(model, tmp_path, method, removed):
-    change = prune_experts if removed else mask_experts
-    smaller = change(model, {"block_1": [1, 3]}, method)
+    smaller = prune_experts(model, {"block_1": [1, 3]}, method, removed)
     about = reported_model(smaller)
     (layer,) = about.blocks.values()
     # A smaller router numbers its experts anew.
     is_new = removed and method == "router_drop"
     types = ("ffn", "ffn") if is_new else ("pruned", "ffn", "pruned", "ffn")
     assert layer.expert_types == types
-    written = write_report(
+    written = report.write_report(
         smaller, (images(5, 16, 8, 3), np.arange(5) % 3), tmp_path / "r", verbose=0
     )
     sections = json.loads(written.data.read_text())["sections"]
@@ -253,7 +243,7 @@ def test_a_report_on_pruned_moe_plus_plus(kept, tmp_path):
     expected = [x if e in kept else "pruned" for e, x in enumerate(names)]
     assert list(layer.expert_types) == expected
     inputs = images(5, 16, 8, 3), np.arange(5) % 3
-    written = write_report(pruned, inputs, tmp_path / "r", verbose=0)
+    written = report.write_report(pruned, inputs, tmp_path / "r", verbose=0)
     page = written.page.read_text(encoding="utf-8")
     assert ("Where compute goes" in page) == (4 in kept)
 

@@ -13,40 +13,37 @@ from tools import run_tests
 BENCHMARKS = ROOT / "tools" / "benchmark"
 
 
-@pytest.mark.parametrize(
-    ("command", "columns"),
-    [
-        (
-            "moe_layer --tokens 32 --dim 8 --mlp-dim 16 --experts 4 --selected 1 "
-            "--routers softmax_token_choice",
-            [{"candidate", "median ms", "over experts", "TFLOP/s"}],
-        ),
-        (
-            "dropless --tables dropless moe++ --tokens 16 --dim 8 --mlp-dim 8 "
-            "--experts 4",
-            [{"over capacity"}] * 2 + [{"over vanilla"}] * 2,
-        ),
-        (
-            "vmoe_step --preset vmoe_digits --batch-size 2 --dtype mixed_bfloat16 "
-            "--chip h200 --forms V-MoE dropless einsum",
-            [{"over einsum"}, {"tokens/s", "TFLOP/s", "% of peak"}],
-        ),
-        (
-            "expert_ablation --preset vmoe_digits --experts 3 --classes 4 --images 6 "
-            "--image-size 16 --rank 2",
-            [{"experts", "per image", "all ablated, passes", "naive over it"}],
-        ),
-        (
-            "mumoe_layer --parts layers entmax --images 1 --tokens 8 --dim 8 "
-            "--experts 4 --entmax-experts 8",
-            [{"over dense"}, {"MiB", "with outputs"}, {"over softmax"}],
-        ),
-        (
-            "few_shot --examples 40 --tests 20 --dim 6 --classes 4 --numbers 1 30",
-            [{"over big_vision's algorithm"}] * 2 + [{"l2", "largest difference"}],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("command", "columns"), [
+    (
+        "moe_layer --tokens 32 --dim 8 --mlp-dim 16 --experts 4 --selected 1 "
+        "--routers softmax_token_choice",
+        [{"candidate", "median ms", "over experts", "TFLOP/s"}],
+    ),
+    (
+        "dropless --tables dropless moe++ --tokens 16 --dim 8 --mlp-dim 8 "
+        "--experts 4",
+        [{"over capacity"}] * 2 + [{"over vanilla"}] * 2,
+    ),
+    (
+        "vmoe_step --preset vmoe_digits --batch-size 2 --dtype mixed_bfloat16 "
+        "--chip h200 --forms V-MoE dropless einsum",
+        [{"over einsum"}, {"tokens/s", "TFLOP/s", "% of peak"}],
+    ),
+    (
+        "expert_ablation --preset vmoe_digits --experts 3 --classes 4 --images 6 "
+        "--image-size 16 --rank 2",
+        [{"experts", "per image", "all ablated, passes", "naive over it"}],
+    ),
+    (
+        "mumoe_layer --parts layers entmax --images 1 --tokens 8 --dim 8 "
+        "--experts 4 --entmax-experts 8",
+        [{"over dense"}, {"MiB", "with outputs"}, {"over softmax"}],
+    ),
+    (
+        "few_shot --examples 40 --tests 20 --dim 6 --classes 4 --numbers 1 30",
+        [{"over big_vision's algorithm"}] * 2 + [{"l2", "largest difference"}],
+    ),
+])  # fmt: skip
 def test_benchmarks_run(capsys, monkeypatch, command, columns):
     name, *arguments = command.split()
     path = BENCHMARKS / f"{name}.py"
@@ -99,32 +96,6 @@ def test_whole_models_are_compiled_beside_the_official_one(tmp_path):
     assert official["model"] == "vmoe, einsum"
     assert 0 < official["GFLOP"] < forward["GFLOP"] < gradients["GFLOP"]
     assert 0 < forward["temporary MiB"] < gradients["temporary MiB"]
-
-
-REPORT = """<testsuites><testsuite>
-<testcase classname="tests.test_a" name="test_x" time="1.5" />
-<testcase classname="tests.test_a" name="test_y" time="1"><failure /></testcase>
-<testcase classname="tests.tools.test_b" name="test_z" time="61"><skipped /></testcase>
-<testcase classname="" name="tests.test_c" time="0"><error /></testcase>
-</testsuite></testsuites>"""
-
-
-def test_the_runner_adds_up_reports(tmp_path):
-    path = tmp_path / "report.xml"
-    path.write_text(REPORT)
-    counts, seconds = run_tests.read_report(path)
-    assert counts == {"passed": 1, "failed": 1, "skipped": 1, "errors": 1}
-    assert seconds == {
-        "tests/test_a.py": 2.5,
-        "tests/tools/test_b.py": 61,
-        "tests/test_c.py": 0,
-    }
-    both = [run_tests.Outcome(x, 1, counts, seconds) for x in ("jax", "torch")]
-    line = run_tests.closing_line(both, 65.0)
-    assert line == "2 failed, 2 passed, 2 skipped, 2 errors in 65.00s (0:01:05)"
-    # Of a process that died.
-    path.write_text("")
-    assert run_tests.read_report(path) == ({}, {})
 
 
 def runs(*backends, lane="both", **options):

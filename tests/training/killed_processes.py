@@ -125,7 +125,9 @@ def main():
     finished = []
     for kill in KILLS:
         lives.append(live(train, ROOT / "killed", kill))
-        finished.append([x.name for x in training.list_checkpoints(ROOT / "killed")])
+        finished.append(
+            [x.name for x in training.checkpoints.list_checkpoints(ROOT / "killed")]
+        )
     lives.append(live(train, ROOT / "killed"))
     sharded = live(sharded_checkpoint.work, ROOT)
     results = {"lives": lives, "finished": finished, "sharded": sharded}

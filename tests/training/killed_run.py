@@ -117,7 +117,7 @@ def train(folder, compiles=None, kill=None):
 
 
 def newest(folder):
-    checkpoints = training.list_checkpoints(folder)
+    checkpoints = training.checkpoints.list_checkpoints(folder)
     return int(checkpoints[-1].name.removeprefix("step-")) if checkpoints else 0
 
 

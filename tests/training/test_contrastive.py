@@ -9,6 +9,7 @@ from keras_moe import data, models, training
 from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss
 from keras_moe.models.preprocessing import tokenizer
 from keras_moe.training import Contrastive, Datasets, train
+from tests.refusals import refuses
 from tests.training.pair_folder import pair_recipe as recipe
 from tests.training.pair_folder import write_pairs
 from tests.training.runs import Ends, assert_same_arrays
@@ -108,8 +109,7 @@ def test_pairs_of_ones_own_and_a_loss_that_is_not_finite(folder):
     assert actual.model.preprocessor is None
     bad = own.train.map(lambda x, ids: ({**x, "images": x["images"] * np.nan}, ids))
     bad = Datasets(bad, own.test, None, 2)
-    with pytest.raises(ValueError, match="NaN or Inf was in the images or labels"):
-        train(mine, bad, verbose=0)
+    refuses("NaN or Inf was in the images or labels", train, mine, bad, verbose=0)
 
 
 def test_tokenizers(folder, tmp_path):
@@ -152,8 +152,7 @@ def test_tokenizers(folder, tmp_path):
         ({"max_length": 5}, "own max_length=8.*received: max_length=5"),
         ({"max_length": 5, "tokenizer": saved}, "own max_length=8.*max_length=5"),
     ):
-        with pytest.raises(ValueError, match=message):
-            Contrastive(**settings).prepare(model, mine.data)
+        refuses(message, Contrastive(**settings).prepare, model, mine.data)
     Contrastive(max_length=8).prepare(model, mine.data)
     assert model.preprocessor is trained
     large = Contrastive(max_length=9, tokenizer="trained")
@@ -176,8 +175,7 @@ def test_the_loss_is_the_models_or_that_of_the_settings(folder):
         loss, _ = Contrastive(loss=name).loss_and_metrics(with_bias, None)
         assert type(loss) is SigmoidContrastiveLoss
     mine = recipe(folder, **{"objective.loss": "sigmoid"})
-    with pytest.raises(ValueError, match=r"without \['logit_bias'\]"):
-        mine.compile(model, 2)
+    refuses(r"without \['logit_bias'\]", mine.compile, model, 2)
 
 
 def test_captions_of_training_and_of_the_evaluation(folder):
@@ -200,8 +198,7 @@ def test_captions_of_training_and_of_the_evaluation(folder):
     assert every.steps_per_epoch == 18 // 4
     assert mine.replace(**{"data.epoch_size": 40}).datasets(model).steps_per_epoch == 10
     large = mine.replace(**{"data.batch_size": 10})
-    with pytest.raises(ValueError, match=r"no larger than .*batch_size=10"):
-        large.datasets(model)
+    refuses(r"no larger than .*batch_size=10", large.datasets, model)
 
 
 def test_a_mixture_is_trained_and_its_first_source_evaluated(folder):

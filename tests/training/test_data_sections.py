@@ -8,6 +8,7 @@ import pytest
 from keras_moe import data
 from keras_moe.training import Datasets, Recipe, find_checkpoint, train
 from tests.pipelines import save
+from tests.refusals import refuses
 from tests.training.runs import changed, dropout_model, short_recipe
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
@@ -78,8 +79,7 @@ def recipe_of(path, **settings):
 
 def test_an_image_ends_a_run_by_name_or_is_left_out(path):
     recipe = recipe_of(path)
-    with pytest.raises(ValueError, match=f"can be decoded; received: {path}$"):
-        train(recipe, verbose=0)
+    refuses(f"can be decoded; received: {path}$", train, recipe, verbose=0)
     with pytest.warns(UserWarning, match=rf"1 of 10 images.*{path}$"):
         trained = train(changed(recipe, unreadable="exclude"), verbose=0)
     # Nine images make three batches; ten would, too, but for the error.
@@ -112,5 +112,4 @@ def test_a_run_whose_images_are_others_is_refused(path, tmp_path, monkeypatch):
     # The error has passed: a search finds no such image.
     path.write_bytes(path.with_name("6.png").read_bytes())
     message = r"received: unreadable_images=.*'left_out': 0.*\(there .*'left_out': 1"
-    with pytest.raises(ValueError, match=message):
-        run(mine.replace())
+    refuses(message, run, mine.replace())

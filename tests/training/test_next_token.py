@@ -7,6 +7,7 @@ import pytest
 
 from keras_moe import data, models, training
 from keras_moe.training import NextToken, TextData, train
+from tests.refusals import refuses
 from tests.training.runs import Ends, assert_same_arrays
 from tests.training.text_folder import text_recipe, write_texts
 
@@ -100,10 +101,8 @@ def test_sources_are_mixed_by_weight(source, tmp_path):
 def test_settings_of_texts():
     config = TextData(batch_size=4, source="text:a", test_split="test")
     assert config.replace(source="text:b").test_split == "validation"
-    with pytest.raises(ValueError, match="Expected no augment for texts"):
-        TextData(batch_size=4, augment=["flip"])
-    with pytest.raises(ValueError, match="vocabulary_size"):
-        NextToken(tokenizer="clip", vocabulary_size=600)
+    refuses("Expected no augment for texts", TextData, batch_size=4, augment=["flip"])
+    refuses("vocabulary_size", NextToken, tokenizer="clip", vocabulary_size=600)
     # Pretraining mixtures name all their sources, as the paper's table does.
     mixture = training.load_recipe("moepp_lm_0.6b").data.weights
     assert sum(mixture.values()) == pytest.approx(100)

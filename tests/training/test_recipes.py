@@ -9,10 +9,10 @@ import pytest
 
 from keras_moe import data
 from keras_moe.training import Classification, MultiLabel, Recipe, load_recipe, train
+from tests.compare import to_numpy
 from tests.training.pair_folder import pair_recipe
 from tests.training.runs import changed, linear_model, short_recipe
 
-to_numpy = keras.ops.convert_to_numpy
 SMALL = {"image_shape": (4, 4, 1), "patch_size": 2, "hidden_dim": 4, "num_layers": 1}
 SMALL |= {"token_mlp_dim": 4, "mlp_dim": 4, "num_experts": 2}
 
@@ -65,9 +65,6 @@ def test_overrides():
     slow = mixer.schedule.replace(learning_rate=1e-5)
     assert mixer.replace(schedule=slow, seed=3).schedule == slow
     assert mixer.replace(schedule=slow, seed=3).seed == 3
-
-
-def test_nested_overrides():
     changes = {"model.head.num_experts": 8, "model.head.rank": 4}
     changes["optimizer.options.beta_2"] = 0.95
     clip = load_recipe("mumoe_clip_b32", **changes)
@@ -80,7 +77,7 @@ def test_nested_overrides():
     assert clip.model.overrides["head"] == {"num_experts": 2}
 
 
-def test_another_objective_has_its_own_settings():
+def test_objectives_and_lengths_take_each_others_place():
     several = recipe(objective={"name": "multi_label", "max_labels": 4})
     assert several.objective == MultiLabel(max_labels=4)
     more = several.replace(**{"objective.hierarchy": "classes.json"})
@@ -88,6 +85,11 @@ def test_another_objective_has_its_own_settings():
     one = more.replace(**{"objective.name": "classification"})
     assert one.objective == Classification()
     assert one.replace(objective=MultiLabel()).objective == MultiLabel()
+    run = recipe(epochs=None, steps=10)
+    two = changed(run, epochs=2).schedule
+    assert (two.epochs, two.steps) == (2, None)
+    assert changed(recipe(), steps=7).schedule.epochs is None
+    assert recipe(batch_size=64, gradient_accumulation_steps=4).total_steps(10) == 7
 
 
 # Schedule and optimizer
@@ -208,14 +210,6 @@ def test_averages_are_evaluated_and_kept():
     # The weights that are trained are the same, their averages are evaluated.
     assert abs(losses[-1] - averaged_losses[-1]) > 1e-3
     assert averaged_losses[-1] == pytest.approx(loss, rel=1e-5)
-
-
-def test_epochs_and_steps_take_each_others_place():
-    run = recipe(epochs=None, steps=10)
-    two = changed(run, epochs=2).schedule
-    assert (two.epochs, two.steps) == (2, None)
-    assert changed(recipe(), steps=7).schedule.epochs is None
-    assert recipe(batch_size=64, gradient_accumulation_steps=4).total_steps(10) == 7
 
 
 # Training

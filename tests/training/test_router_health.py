@@ -10,6 +10,7 @@ import pytest
 
 from keras_moe import models, training
 from keras_moe.analysis import expert_usage, prune_experts, select_experts
+from tests.refusals import refuses
 from tests.small_models import SMALL, with_weights
 from tests.training.runs import assert_same_models
 
@@ -79,8 +80,7 @@ def test_pairs_have_figures_by_modality(mask_padding):
     token_ids = np.array([[1, 7, 8, 0], [1, 8, 0, 0]], "int32")
     padding_mask = token_ids != 0
     pairs = {"images": IMAGES, "token_ids": token_ids, "padding_mask": padding_mask}
-    with pytest.raises(ValueError, match=r"lengths \[2, 8\]"):
-        training.RouterHealth(pairs)
+    refuses(r"lengths \[2, 8\]", training.RouterHealth, pairs)
     pairs["images"] = IMAGES[:2]
     health = training.RouterHealth(pairs, training=False)
     health.set_model(model)
@@ -168,20 +168,6 @@ def test_a_collapse_is_told():
     with pytest.warns(UserWarning, match=r"block_1 has collapsed in step 0: .*dead_ex"):
         health.on_epoch_end(0, {})
     assert health.layers[0]["dead_experts"] == 0.5
-
-
-def test_what_was_measured_goes_on_with_the_run(tmp_path):
-    path = tmp_path / "health.csv"
-    health = quiet_health(csv_path=path)
-    model = classifier()
-    fit(model, health, epochs=1)
-    state, text = health.get_state(), path.read_text()
-    fit(model, health, epochs=1)
-    assert len(path.read_text()) > len(text)
-    again = training.RouterHealth(IMAGES[:4], csv_path=path)
-    again.set_state(state)
-    assert path.read_text() == text
-    assert again.records == health.records[:1]
 
 
 def test_a_run_that_goes_on_hides_the_events_of_steps_made_again(tmp_path):

@@ -21,6 +21,7 @@ from tests.keras_hub_language_models import (
     vocabulary,
 )
 from tests.pair_models import TEXT
+from tests.refusals import refuses
 from tests.small_models import with_weights
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
@@ -157,8 +158,7 @@ def test_the_snippet_of_the_docs_runs(monkeypatch):
 
 def test_bad_input():
     def check(message, model, **kwargs):
-        with pytest.raises(ValueError, match=message):
-            training.upcycle(model, **kwargs)
+        refuses(message, training.upcycle, model, **kwargs)
 
     llama = language_model("Llama")
     check("models.replace_moe; received: MixtralCausalLM", language_model("Mixtral"))

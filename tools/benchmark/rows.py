@@ -163,6 +163,23 @@ ROWS = (
         for name, title in (("vit-s32", "ViT-S/32"), ("vit-b16", "ViT-B/16, 4 blocks"))
         for work in ("forward", "training step")
     ),
+    Row(
+        name="siglino-forward",
+        work="SigLino's mixture (28 experts of 384, K=6), 4 blocks, 256 patches",
+        source="encoder_forward:siglino",
+        subject="keras_moe",
+        goals={"official form": {"torch": 0.7}},
+        backends=("jax", "torch"),
+    ),
+    Row(
+        name="dinov3-s16-forward",
+        work="DINOv3-S/16's forward, 8 images",
+        source="encoder_forward:dinov3",
+        subject="keras_moe",
+        goals={"transformers": None, "timm": 1.0},
+        peers={"transformers": "transformers", "timm": "timm"},
+        backends=("jax", "torch"),
+    ),
     *(
         Row(
             name=f"decoding-{batch}",

@@ -18,7 +18,7 @@ from keras_moe.ops.sparse_transport import (
     SIDES,
     SOLVERS,
     potentials,
-    semi_dual,
+    project,
     sparse_transport,
 )
 
@@ -50,7 +50,10 @@ def quality(utility, side, bound, solver):
         steps = ITERATIONS[solver]
         problem = own, others, side, bound
         duals, _ = potentials(values, *problem, solver, steps)
-        worth = semi_dual(duals, values, values > -1, own, others, bound)
+        # The semi-dual, which solvers minimise: a bound on the worth of the best plan.
+        best = project(values + duals, values > -1, own, bound)
+        worth = ops.sum(best * (values + duals - 0.5 * best), axis=(1, 2))
+        worth = worth - ops.sum(others * duals, axis=(1, 2))
         plan = sparse_transport(utility, side, bound, solver)
         if side == "expert":
             return worth[0], ops.abs(plan.row_marginals - 1)

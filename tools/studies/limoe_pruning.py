@@ -109,7 +109,9 @@ class Pruning(Part):
 
         def recall(modality, method, count):
             keep = analysis.select_experts(usage, count, groups=modality)
-            masked = embedded(analysis.mask_experts(model, keep, method))
+            masked = embedded(
+                analysis.prune_experts(model, keep, method, removed=False)
+            )
             # The other modality has all its experts.
             name = f"{modality}s"
             both = whole._replace(**{name: getattr(masked, name)})

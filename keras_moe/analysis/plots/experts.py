@@ -59,7 +59,6 @@ def plot_ablation(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import ExpertAblation, plots
     >>> ablation = ExpertAblation(np.arange(2), np.ones(2), np.ones(2), np.eye(2))
     >>> figure = plots.plot_ablation({"2 experts": ablation}, "ablation.png")
@@ -197,7 +196,6 @@ def plot_routing_scores(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import RoutingScores, plots
     >>> scores = RoutingScores(np.linspace(0.4, 1, 50), np.linspace(0, 0.4, 50))
     >>> figure = plots.plot_routing_scores({"with gating residuals": scores}, "s.png")
@@ -239,7 +237,6 @@ def plot_coverage(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import CoverageCurve, plots
     >>> curve = CoverageCurve(np.array([1, 0]), np.array([0.75, 1.0]))
     >>> figure = plots.plot_coverage({"text": {"block_1": curve}}, "coverage.png")
@@ -294,7 +291,6 @@ def plot_expert_usage(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import BlockUsage, ExpertUsage, plots
     >>> tokens = np.array([[8.0, 1.0], [0.0, 4.0]])
     >>> usage = ExpertUsage(["image", "text"], {"block_1": BlockUsage(tokens, tokens)})
@@ -353,7 +349,6 @@ def plot_expert_groups(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import BlockUsage, ExpertUsage, plots
     >>> tokens = np.array([[8.0, 1.0], [0.0, 4.0]])
     >>> usage = ExpertUsage(["NOUN", "DET"], {"block_1": BlockUsage(tokens, tokens)})

@@ -49,7 +49,6 @@ def plot_expert_images(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import plots
     >>> from keras_moe.ops import Routing
     >>> routing = Routing(*[np.eye(3)[:, None]] * 6)
@@ -104,7 +103,6 @@ def plot_expert_patches(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import plots
     >>> from keras_moe.ops import Routing
     >>> routing = Routing(*[np.ones((2, 4, 2))] * 6)
@@ -155,7 +153,6 @@ def plot_expert_views(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import plots
     >>> from keras_moe.ops import Routing
     >>> routing = Routing(*[np.ones((2, 4, 2))] * 6)
@@ -207,7 +204,6 @@ def plot_compute_maps(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import plots
     >>> images, maps = np.zeros((2, 8, 8, 1)), np.ones((2, 2, 2))
     >>> figure = plots.plot_compute_maps(images, maps, "compute.png")
@@ -250,7 +246,6 @@ def plot_type_maps(
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.analysis import plots
     >>> maps = {"zero": np.ones((2, 2, 2)), "copy": np.zeros((2, 2, 2))}
     >>> figure = plots.plot_type_maps(np.zeros((2, 8, 8, 1)), maps, "types.png")

@@ -17,18 +17,26 @@ from keras_moe.models.base._input_checks import (
     check_texts,
     is_array,
 )
+from keras_moe.models.preprocessing.patches import budget
 
 # A modality's id is its index here.
 MODALITIES = ("image", "text")
-_INPUTS = {"image": ("images",), "text": ("token_ids", "padding_mask")}
+_TEXTS = ("token_ids", "padding_mask")
 
 
 class PairEncoder(Exportable, keras.Model):
     """The model of one modality, created by `PairBackbone.encoder`."""
 
-    def __init__(self, inputs: object, outputs: Any, max_length: int, **kwargs):
+    def __init__(
+        self,
+        inputs: object,
+        outputs: Any,
+        max_length: int,
+        max_patches: int | None,
+        **kwargs,
+    ):
         super().__init__(inputs, outputs, **kwargs)
-        self.max_length = max_length
+        self.max_length, self.max_patches = max_length, max_patches
 
 
 class TakesPairs(Mixin):
@@ -74,9 +82,15 @@ class PairBackbone(TakesPairs, ReadsTexts, MoEBackbone):
             # notice.
             if encoder is None or weights != _identities(encoder):
                 inputs, name = self._encoder(modality), f"{modality}_encoder"
-                encoder = PairEncoder(*inputs, self.max_length, name=name)
+                limits = self.max_length, self.max_patches
+                encoder = PairEncoder(*inputs, *limits, name=name)
                 self._encoders[modality] = encoder, _identities(encoder)
             return encoder
+
+    @property
+    def max_patches(self) -> int | None:
+        """Most patches of an image, if images have any shape."""
+        return budget(self.config).get("max_patches")
 
     @property
     def logit_scale(self) -> LogitScale:
@@ -95,16 +109,19 @@ class PairBackbone(TakesPairs, ReadsTexts, MoEBackbone):
         return super().get_layer(name)
 
     def _check_inputs(self, inputs, labels=None):
-        if is_array(inputs) or (isinstance(inputs, dict) and "images" not in inputs):
+        of_images = [name for name in self.input if name not in _TEXTS]
+        if is_array(inputs) or (
+            isinstance(inputs, dict) and not {*of_images} <= {*inputs}
+        ):
             given = sorted(inputs) if isinstance(inputs, dict) else "an array"
             raise ValueError(
-                "Expected a dict of images, token_ids, padding_mask, unless to "
+                f"Expected a dict of {', '.join((*of_images, *_TEXTS))}, unless to "
                 "encoder('image') or encoder('text'), which take one modality alone; "
                 f"received: {given}"
             )
         if isinstance(inputs, dict):
             check_input_names(inputs, tuple(self.input))
-            self.check_modality("text", {k: inputs[k] for k in _INPUTS["text"]})
+            self.check_modality("text", {k: inputs[k] for k in _TEXTS})
             numbers = {k: len(x) for k, x in inputs.items() if is_array(x) and x.ndim}
             if len(set(numbers.values())) > 1:
                 raise ValueError(
@@ -116,14 +133,18 @@ class PairBackbone(TakesPairs, ReadsTexts, MoEBackbone):
         """Checks the inputs of one modality where their values are known."""
         check_one_of("modality", modality, MODALITIES)
         if modality == "image":
-            check_inputs(self.encoder("image"), inputs)
+            encoder: Any = self.encoder("image")
+            if isinstance(inputs, dict):
+                names = encoder.input if isinstance(encoder.input, dict) else ()
+                check_input_names(inputs, tuple(names))
+            check_inputs(encoder, inputs, self)
             return
         config = self._text_config
         check_texts(
             inputs,
             config.vocabulary_size,
             config.max_length,
-            _INPUTS["text"],
+            _TEXTS,
             getattr(config, "end_of_text_id", None),
         )
 

@@ -12,6 +12,7 @@ from keras_moe._checks import check_bool, check_concrete, check_dtype
 from keras_moe._compat import order_layers
 from keras_moe._types import Config, DType
 from keras_moe.layers import MoEConfig, MuMoEConfig, TowerConfig
+from keras_moe.layers.pooling import masked_mean
 from keras_moe.layers.tower_config import initialization_rules, warn_of_unused
 from keras_moe.models.backbones.config import takes
 from keras_moe.models.backbones.tower import Tower, TowerOutputs
@@ -125,6 +126,11 @@ class MoEBackbone(MoEModel, Backbone):
     def moe(self) -> MoEConfig | MuMoEConfig | None:
         """The MoE configuration; None for a dense model."""
         return self.config.moe
+
+    @property
+    def ensemble_size(self) -> int:
+        """M, the members of an ensemble; 1 for any other model."""
+        return getattr(self.moe, "ensemble_size", 1)
 
     @property
     def routing(self) -> dict:
@@ -300,21 +306,40 @@ class ImageBackbone(MoEBackbone):
 
         In addition to those of `MoEBackbone`: `"tokens"` (B, N, D), `"pooled"` (B, D),
         the class token or average, `"grid"` (B, rows, columns, D), the patches, and
-        `"registers"` (B, count, D) if there are some.
+        `"registers"` (B, count, D) if there are some. Images of any shape have
+        `"patches"` (B, L, D) instead of a grid. An ensemble's are the means over its
+        members.
         """
-        tokens, registers = self.output, getattr(self.config, "register_tokens", 0)
-        first = int(self.class_token) + registers
-        patches = tokens[:, first:] if first else tokens
-        pooled = tokens[:, 0] if self.class_token else ops.mean(patches, axis=1)
-        features = {
-            "tokens": tokens,
-            "pooled": pooled,
-            "grid": ops.reshape(patches, (-1, *self.grid, self.hidden_dim)),
-        }
-        if registers:
-            features["registers"] = tokens[:, first - registers : first]
+        tokens, first, members = self.output, self.first_patch, self.ensemble_size
+        if members > 1:
+            shape = (-1, members, tokens.shape[1] // members, self.hidden_dim)
+            tokens = ops.mean(ops.reshape(tokens, shape), axis=1)
+        patches, mask = tokens[:, first:], self.token_mask(self.input)
+        if self.class_token:
+            pooled = tokens[:, 0]
+        elif mask is None:
+            pooled = ops.mean(patches, axis=1)
+        else:
+            pooled = masked_mean(patches, mask[:, first:], tokens.dtype)
+        features = {"tokens": tokens, "pooled": pooled, **self.patches_of(tokens)}
+        if first > self.class_token:
+            features["registers"] = tokens[:, int(self.class_token) : first]
         return {**features, **self._block_tokens}
+
+    def token_mask(self, inputs: Any) -> Any:
+        """Which tokens (B, N) of symbolic inputs are no padding; None for all."""
+        return None
+
+    @property
+    def first_patch(self) -> int:
+        """Number of tokens before the patches: the class token and registers."""
+        return int(self.class_token) + getattr(self.config, "register_tokens", 0)
+
+    def patches_of(self, tokens: Any) -> dict[str, Any]:
+        """The patches of symbolic tokens (B, N, T), by the name that features have."""
+        patches = tokens[:, self.first_patch :]
+        return {"grid": ops.reshape(patches, (-1, *self.grid, tokens.shape[-1]))}
 
     @classmethod
     def describe_parts(cls, config: Any) -> tuple[list[Part], int, int]:
-        return cls.tower(config, "float32").parts(config.image_shape)
+        return cls.tower(config, "float32").parts(config.example_shape)

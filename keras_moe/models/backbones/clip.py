@@ -22,11 +22,16 @@ from keras_moe.models.backbones._pairs import (
     temperature_config,
 )
 from keras_moe.models.backbones.base import MoEBackbone
-from keras_moe.models.backbones.config import ModelArguments, takes
+from keras_moe.models.backbones.config import (
+    ModelArguments,
+    check_no_ensemble,
+    takes,
+)
 from keras_moe.models.backbones.tower import (
     PooledProjection,
     TowerOutputs,
     embedding_projection,
+    image_inputs,
     text_inputs,
 )
 from keras_moe.models.loading._overrides import tower_config, tower_families
@@ -71,6 +76,7 @@ class CLIPConfig(ModelArguments):
         if isinstance(tower, keras.Model):
             tower = tower.config.to_dict()
         config = family.make_config(tower_config(family, name, tower or {}))
+        check_no_ensemble(config.moe)
         count = getattr(config.moe, "modality_count", None)
         if count is not None:
             raise ValueError(
@@ -197,14 +203,15 @@ class CLIPBackbone(PairBackbone):
 
     @classmethod
     def _functional(cls, config, dtype):
-        inputs = {
-            "images": keras.Input(config.image.image_shape, name="images"),
-            **text_inputs(),
-        }
+        images: Any = image_inputs(config.image)
+        inputs = {**images, **text_inputs()}
         with keras.name_scope("image"):
-            backbone = _tower_backbone(config, "image", dtype)
-            embedding = _image_pooler(config, dtype)(backbone.output)
-        image = _encoder_model(backbone, embedding, "image")(inputs["images"])
+            backbone: Any = _tower_backbone(config, "image", dtype)
+            mask = backbone.token_mask(backbone.input)
+            pooler = _image_pooler(config, dtype)
+            embedding = pooler(backbone.output, mask=mask)
+        images = images.get("images", images)
+        image = _encoder_model(backbone, embedding, "image")(images)
         with keras.name_scope("text"):
             backbone = _tower_backbone(config, "text", dtype)
         encoder = _encoder_model(backbone, backbone.output["pooled"], "text")

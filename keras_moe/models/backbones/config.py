@@ -11,6 +11,7 @@ from keras_moe._checks import (
     check_integer,
     check_one_of,
     head_size,
+    unfit,
 )
 from keras_moe._types import DType
 from keras_moe.layers import Attention, TowerConfig, TowerSpec
@@ -139,6 +140,21 @@ class ImageConfig(TowerConfig, ModelArguments):
         super().__post_init__()
         self._set(image_shape=check_image_shape(self.image_shape))
 
+    @property
+    def example_shape(self) -> tuple[int, ...]:
+        """The shape of an image as the tower reads it, the largest if they vary."""
+        return self.image_shape
+
+
+def check_no_ensemble(moe: object) -> None:
+    """Raises ValueError for a mixture whose members nothing would average."""
+    members = getattr(moe, "ensemble_size", 1)
+    if members > 1:
+        raise unfit(
+            "ensembles only in classifiers of images of one shape",
+            ensemble_size=members,
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VocabularyConfig(TowerConfig, ModelArguments):
@@ -149,6 +165,7 @@ class VocabularyConfig(TowerConfig, ModelArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        check_no_ensemble(self.moe)
         for name in ("vocabulary_size", "max_length"):
             self._set(**{name: check_integer(name, getattr(self, name))})
 

@@ -26,7 +26,6 @@ from keras_moe.models.backbones.tower import (
 from keras_moe.models.base._input_checks import check_texts
 from keras_moe.models.loading.blueprint import Part
 from keras_moe.models.registry import register_backbone
-from keras_moe.routers import SoftRouter
 
 TEXT_POOLINGS = (*MASKED_POOLINGS, "map")
 
@@ -134,10 +133,7 @@ class TextBackbone(ReadsTexts, MoEBackbone):
     @classmethod
     def _functional(cls, config, dtype):
         tower, pooler = cls.tower(config, dtype), _text_pooler(config, dtype)
-        for block in tower.blocks:
-            if isinstance(getattr(block.feed_forward, "router", None), SoftRouter):
-                # Slots are weights, so their number follows from the maximum length.
-                block.build((None, config.max_length, config.hidden_dim))
+        tower.build_slots(config.max_length, config.hidden_dim)
         inputs = text_inputs()
         if getattr(config.moe, "modality_count", None) is not None:
             ids = keras.Input((None,), dtype="int32", name="modality_ids")

@@ -28,16 +28,19 @@ from keras_moe.layers.normalization import norm_layer
 from keras_moe.layers.position_embedding import KINDS
 from keras_moe.models.backbones.config import ImageConfig, TokenIdsConfig
 from keras_moe.models.loading.blueprint import Part
-from keras_moe.ops import Cost
+from keras_moe.ops import Cost, Routing
 from keras_moe.ops._initializers import PathInitializer
+from keras_moe.routers import SoftRouter
 
 
 class TowerOutputs(NamedTuple):
     """Outputs of a tower.
 
     Attributes:
-        tokens: (B, N, D), after the final norm if there is one.
-        routing: dict from the name of a block or token mixer to `Routing`.
+        tokens: (B, N, D), after the final norm if there is one; (B, M N, D) for an
+            ensemble of M members, in order.
+        routing: dict from the name of a block or token mixer to `Routing`; those of
+            an ensemble have the experts of all members that serve a patch.
         block_tokens: dict from block name to the tokens after it, (B, N, D).
         caches: dict from block name to its new cache, if it had one.
     """
@@ -109,7 +112,11 @@ class Tower(NamedTuple):
         if boundaries:
             fixed["boundaries"] = tuple(boundaries)
         routing, block_tokens, new_caches, logits = {}, {}, {}, None
-        for block in self.blocks:
+        before = 1
+        for block, members in zip(self.blocks, self.members):
+            if members > before:
+                x, fixed = _repeated(x, members, mask)
+            before = members
             arguments = dict(mixer_arguments or {})
             if caches is not None:
                 arguments["cache"] = caches[block.name]
@@ -126,13 +133,34 @@ class Tower(NamedTuple):
             if caches is not None:
                 new_caches[block.name] = records.pop()
             if is_moe:
-                routing[block.name], *mixer_records = records
+                routed, *mixer_records = records
+                logits = routed.logits
+                if members > 1:
+                    routed = Routing(
+                        *(_of_all_members(field, members) for field in routed)
+                    )
+                routing[block.name] = routed
                 for record in mixer_records:
                     routing[f"{block.name}/token_mixer"] = record
-                logits = routing[block.name].logits
             block_tokens[block.name] = x
         outputs = x if self.final_norm is None else self.final_norm(x)
         return TowerOutputs(outputs, routing, block_tokens, new_caches)
+
+    def build_slots(self, max_length: int, dim: int) -> None:
+        """Builds Soft MoE blocks for inputs of any length up to `max_length`."""
+        for block in self.blocks:
+            if isinstance(getattr(block.feed_forward, "router", None), SoftRouter):
+                # Slots are weights, so their number follows from the maximum length.
+                block.build((None, max_length, dim))
+
+    @property
+    def members(self) -> list[int]:
+        """Members of an ensemble that run each block: all from the first mixture on."""
+        counts = [1]
+        for block in self.blocks:
+            router = getattr(getattr(block, "feed_forward", None), "router", None)
+            counts.append(max(counts[-1], getattr(router, "ensemble_size", 1)))
+        return counts[1:]
 
     @property
     def layers(self) -> tuple[keras.layers.Layer, ...]:
@@ -145,16 +173,36 @@ class Tower(NamedTuple):
         for layer in self.embedding:
             embedding += layer_cost(layer, shape)
             shape = tuple(layer.compute_output_shape((None, *shape))[1:])
-        kind = "patches" if len(input_shape) == 3 else "tokens"
+        kind = "patches" if len(input_shape) > 1 else "tokens"
         parts = [Part("embedding", kind, *embedding)]
-        for block in self.blocks:
-            kind = block_kind(block)
-            parts.append(Part(block.name, kind, *layer_cost(block, shape)))
+        members = 1
+        for block, members in zip(self.blocks, self.members):
+            part = Part(block.name, block_kind(block), *layer_cost(block, shape))
+            parts.append(part.of_members(members))
         if self.final_norm is not None:
-            parts.append(
-                Part("final_norm", "norm", *layer_cost(self.final_norm, shape))
-            )
+            part = Part("final_norm", "norm", *layer_cost(self.final_norm, shape))
+            parts.append(part.of_members(members))
         return parts, *shape
+
+
+def _repeated(tokens, members, mask):
+    """Tokens (B, M N, D), the members' one after the other, and arguments of blocks."""
+    length = tokens.shape[1]
+    ids = ops.repeat(ops.arange(members, dtype="int32"), length)
+    arguments = {
+        "modality_ids": ops.zeros_like(tokens[..., 0], dtype="int32")[:, :1] + ids,
+        "boundaries": tuple(range(length, members * length, length)),
+    }
+    if mask is not None:
+        arguments["mask"] = ops.tile(mask, (1, members))
+    return ops.tile(tokens, (1, members, 1)), arguments
+
+
+def _of_all_members(field, members):
+    """The members' experts side by side (B, N, E), from a field (B, M N, E)."""
+    # The other members' experts are at 0, and their logits at minus infinity.
+    shape = (-1, members, field.shape[1] // members, field.shape[2])
+    return ops.max(ops.reshape(field, shape), axis=1)
 
 
 def image_tower(
@@ -220,21 +268,21 @@ def image_embedding(
         dtype=dtype,
         name="patch_embedding",
     )
-    rows, columns = patches.grid(config.image_shape)
+    grid = patches.grid(config.image_shape)
     layers = [patches]
     if class_token:
         layers.append(ClassToken(dtype=dtype, name="class_token"))
     if position_embedding is not None:
         check_one_of("position_embedding", position_embedding, KINDS)
-        layers.append(
-            PositionEmbedding(
-                (rows, columns),
-                position_embedding,
-                interpolation=position_interpolation,
-                dtype=dtype,
-                name="position_embedding",
-            )
+        positions = PositionEmbedding(
+            grid,
+            position_embedding,
+            interpolation=position_interpolation,
+            max_patches=getattr(config, "max_patches", None),
+            dtype=dtype,
+            name="position_embedding",
         )
+        layers.append(positions)
     if register_tokens:
         first = int(class_token)
         layers.append(
@@ -244,7 +292,19 @@ def image_embedding(
         layers.append(
             LayerNorm(config.layer_norm_epsilon, dtype=dtype, name="embedding_norm")
         )
-    return tuple(layers), rows * columns + int(class_token) + register_tokens
+    (num_patches, _) = patches.compute_output_shape((None, *config.example_shape))[1:]
+    return tuple(layers), num_patches + int(class_token) + register_tokens
+
+
+def image_inputs(config: ImageConfig) -> dict[str, Any]:
+    """Symbolic images, or patches and grids of images of any shape."""
+    shape = config.example_shape
+    if len(shape) == 3:
+        return {"images": keras.Input(shape, name="images")}
+    return {
+        "patches": keras.Input((None, shape[1]), name="patches"),
+        "grids": keras.Input((2,), dtype="int32", name="grids"),
+    }
 
 
 def text_inputs() -> dict[str, Any]:

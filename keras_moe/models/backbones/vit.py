@@ -4,7 +4,9 @@ Axes: B batch, N tokens, D hidden, H mlp, E experts.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
+from typing import Any
 
 import keras
 
@@ -12,15 +14,26 @@ from keras_moe._checks import (
     check_bool,
     check_integer,
     check_one_of,
+    check_pair,
     check_positive,
     unfit,
 )
 from keras_moe._types import DType
-from keras_moe.layers import PatchEmbedding, RotaryEmbedding2D
+from keras_moe.layers import (
+    PatchEmbedding,
+    PatchPositions,
+    PositionEmbedding,
+    RotaryEmbedding2D,
+)
 from keras_moe.layers.position_embedding import KINDS
 from keras_moe.models.backbones.base import ImageBackbone
-from keras_moe.models.backbones.config import ImageConfig, TransformerConfig, takes
-from keras_moe.models.backbones.tower import Tower, image_tower
+from keras_moe.models.backbones.config import (
+    ImageConfig,
+    TransformerConfig,
+    check_no_ensemble,
+    takes,
+)
+from keras_moe.models.backbones.tower import Tower, image_inputs, image_tower
 from keras_moe.models.registry import register_backbone
 
 
@@ -35,9 +48,12 @@ class ViTConfig(TransformerConfig, ImageConfig):
     rotary_base: float = 100.0
     embedding_norm: bool = False
     final_norm: bool = True
+    max_patches: int | None = None
 
     def __post_init__(self):
         super().__post_init__()
+        if check_integer("max_patches", self.max_patches, optional=True) is not None:
+            check_no_ensemble(self.moe)
         kinds = (None, *KINDS, *ROTARY)
         check_one_of("position_embedding", self.position_embedding, kinds)
         check_integer("register_tokens", self.register_tokens, minimum=0)
@@ -51,6 +67,13 @@ class ViTConfig(TransformerConfig, ImageConfig):
         check_positive("rotary_base", self.rotary_base)
         for name in ("class_token", "embedding_norm", "final_norm"):
             check_bool(name, getattr(self, name))
+
+    @property
+    def example_shape(self) -> tuple[int, ...]:
+        if self.max_patches is None:
+            return self.image_shape
+        pixels = math.prod(check_pair("patch_size", self.patch_size))
+        return self.max_patches, pixels * self.image_shape[2]
 
 
 # `position_embedding` -> kind of `RotaryEmbedding2D`.
@@ -78,17 +101,26 @@ class ViTBackbone(ImageBackbone):
             the class token), `"rotary_2d"` (attention rotates queries and keys by the
             patches' places, as in DINOv3), `"golden_2d"` (as in SigLino) or None.
         position_interpolation: how to resize learned positions and patch kernels when
-            loading weights: `"bilinear"`, as in Google's releases, or `"bicubic"`, as
-            in timm. See `keras_moe.layers.resize_positions` and `resize_patch_kernel`.
+            loading weights: `"bilinear"`, as in Google's releases, `"bicubic"`, as in
+            timm, or `"torch_bicubic"`, as in DINOv2. See
+            `keras_moe.layers.resize_positions` and `resize_patch_kernel`.
         register_tokens: number of learned tokens behind the class token that carry no
             patch, as in DINOv2 with registers and DINOv3.
         rotary_base: base of the frequencies of `"rotary_2d"`.
         embedding_norm: whether to normalise embedded tokens, as in CLIP.
         final_norm: whether to normalise the last block's tokens. If False, use a
             classifier with `pooled_norm`.
+        max_patches: most patches of an image, for images of any shape in one batch
+            (NaFlex); `image_shape` is then only that of learned positions, which are
+            resized to each image. None for images of `image_shape`.
         **kwargs: arguments of `ImageConfig`, `TransformerConfig` and `MoEBackbone`.
 
-    Input shape: (B, height, width, channels), in [-1, 1].
+    Input shape: (B, height, width, channels), in [-1, 1]. With `max_patches`, a dict of
+    `"patches"` (B, L, patch height x patch width x channels), padded, with L up to
+    `max_patches`, and `"grids"`, integers (B, 2), patches down and across: what an
+    `ImagePreprocessor` with `max_patches` and `pad_patches` make. Padding is neither
+    attended to nor routed nor pooled, so with routers that do not compete for capacity
+    an image's features do not depend on the others.
 
     Output shape: (B, N, D): normalised tokens, the class token (if any) first, then
     registers, then patches.
@@ -131,12 +163,68 @@ class ViTBackbone(ImageBackbone):
             norm=config.embedding_norm,
         )
 
+    @classmethod
+    def _functional(cls, config, dtype):
+        if config.max_patches is None:
+            return super()._functional(config, dtype)
+        inputs, tower = image_inputs(config), cls.tower(config, dtype)
+        x, grids = inputs["patches"], inputs["grids"]
+        masking = _positions(config)
+        mask, positions = masking(x, grids), None
+        if masking.kind is not None:
+            mask, positions = mask
+        for layer in tower.embedding:
+            if isinstance(layer, PositionEmbedding):
+                num_tokens = config.max_patches + config.class_token
+                layer.build((None, num_tokens, config.hidden_dim))
+                x = layer(x, grids=grids)
+            else:
+                x = layer(x)
+        tower.build_slots(config.max_patches + masking.first, config.hidden_dim)
+        arguments = {} if positions is None else {"positions": positions}
+        encoded = tower.encode(x, mask, mixer_arguments=arguments)
+        return inputs, encoded.tokens, encoded
+
+    @property
+    def max_patches(self) -> int | None:
+        """Most patches of an image, if images have any shape."""
+        return self.config.max_patches
+
+    def token_mask(self, inputs: Any) -> Any:
+        if self.config.max_patches is None:
+            return None
+        layer = self.get_layer("patch_positions")
+        mask = layer(inputs["patches"], inputs["grids"])
+        return mask if layer.kind is None else mask[0]
+
+    def patches_of(self, tokens: Any) -> dict[str, Any]:
+        if self.config.max_patches is None:
+            return super().patches_of(tokens)
+        return {"patches": tokens[:, self.first_patch :]}
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        if (most := self.config.max_patches) is not None:
+            raise unfit("images of one shape for a grid", max_patches=most)
+        return super().grid
+
+
+def _positions(config: ViTConfig) -> PatchPositions:
+    """The layer that tells padding and places of patches."""
+    return PatchPositions(
+        config.class_token + config.register_tokens,
+        ROTARY.get(config.position_embedding or ""),
+        name="patch_positions",
+    )
+
 
 def _rotary_attention(config: ViTConfig, kind: str) -> Callable:
     """Makes a block's attention with rotary positions of its own."""
 
-    patches = PatchEmbedding(config.hidden_dim, config.patch_size)
-    grid = patches.grid(config.image_shape)
+    grid = None
+    if config.max_patches is None:
+        patches = PatchEmbedding(config.hidden_dim, config.patch_size)
+        grid = patches.grid(config.image_shape)
 
     def attention(spec, index):
         rotary = RotaryEmbedding2D(

@@ -58,10 +58,8 @@ def config_with_router_arguments(model: KerasModel, arguments: dict) -> dict[str
     config = model.get_config()
     towers = [x for x in _towers(config).values() if x["moe"] is not None]
     if not towers:
-        raise ValueError(
-            "Expected a model with MoE blocks, whose routers have arguments; "
-            f"received: {type(model).__name__} without"
-        )
+        expected = "a model with MoE blocks, whose routers have arguments"
+        raise unfit(expected, f"{type(model).__name__} without")
     for tower in towers:
         moe = updated_moe(tower["moe"], arguments)
         tower["moe"] = moe and moe.to_dict()
@@ -151,10 +149,8 @@ def _moe_layers(backbone, towers):
         name = key.rpartition("/")[2] if "" in towers else key
         layers[name] = backbone.get_layer(name).feed_forward
         if not isinstance(layers[name].router, TokenChoiceRouter):
-            raise ValueError(
-                "Expected token choice routers, whose experts can be pruned; "
-                f"received: {type(layers[name].router).__name__} in {name}"
-            )
+            expected = "token choice routers, whose experts can be pruned"
+            raise unfit(expected, f"{type(layers[name].router).__name__} in {name}")
     return layers
 
 

@@ -64,9 +64,12 @@ def export_signature(
 
 def _signature(model):
     """Returns the inputs of any batch size, with texts of maximum length."""
-    length = getattr(getattr(model, "backbone", model), "max_length", None)
+    backbone = getattr(model, "backbone", model)
+    lengths = {"patches": getattr(backbone, "max_patches", None)}
+    longest = getattr(backbone, "max_length", None)
 
     def spec(symbolic):
+        length = lengths.get(symbolic.name) or longest
         sizes = (length if size is None else size for size in symbolic.shape[1:])
         return keras.InputSpec(
             shape=(None, *sizes), dtype=symbolic.dtype, name=symbolic.name

@@ -15,6 +15,7 @@ from keras import ops, tree
 from keras_moe._checks import check_class_labels, fits_shape, outer_stack_level, unfit
 from keras_moe._types import KerasModel
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
+from keras_moe.models.preprocessing.patches import budget
 
 
 def check_labels(labels: object, num_classes: int, loss: object) -> None:
@@ -91,13 +92,36 @@ def is_array(value: object) -> bool:
     return isinstance(value, np.ndarray) or ops.is_tensor(value)
 
 
-def check_inputs(model: KerasModel, inputs: object) -> None:
-    """Checks the shapes of input arrays."""
+def check_inputs(model: KerasModel, inputs: object, owner: Any = None) -> None:
+    """Checks the shapes of input arrays; `owner` has the backbone, if not `model`."""
     symbolic_inputs = tree.flatten(model.input)
+    if any(symbolic.name == "grids" for symbolic in symbolic_inputs):
+        _check_patches(owner or model, inputs)
     if not isinstance(inputs, dict):
         inputs = {symbolic_inputs[0].name: inputs} if len(symbolic_inputs) == 1 else {}
     for symbolic in symbolic_inputs:
         _check_shape(symbolic.name, inputs.get(symbolic.name), symbolic.shape[1:])
+
+
+def _check_patches(model, inputs):
+    """Raises ValueError if patches and grids of images do not fit."""
+    most = budget(getattr(model, "backbone", model).config)["max_patches"]
+    if not isinstance(inputs, dict):
+        if is_array(inputs):
+            expected = "a dict of patches and grids, as pad_patches makes it"
+            raise unfit(expected, shape=tuple(inputs.shape))
+        return
+    patches: Any = inputs.get("patches")
+    grids = array_values(inputs.get("grids"))
+    longest = patches.shape[1] if is_array(patches) and patches.ndim == 3 else most
+    if longest > most:
+        raise unfit(f"at most max_patches={most}", shape=tuple(patches.shape))
+    if grids is None or grids.ndim != 2 or grids.shape[1] != 2 or not grids.size:
+        return
+    fits = (grids.min(axis=1) > 0) & (grids.prod(axis=1) <= longest)
+    if grids.dtype.kind not in "iu" or not fits.all():
+        expected = f"grids, integers whose products are from 1 to {longest} patches"
+        raise unfit(expected, grid=grids[np.argmin(fits)].tolist())
 
 
 def check_training(model: Any, inputs: object, labels: object) -> None:
@@ -162,16 +186,17 @@ def check_batch(model: Any, batch: object) -> None:
 def warn_of_raw_pixels(model: KerasModel, inputs: Any) -> None:
     """Warns once of pixels from 0 to 255, where a model expects [-1, 1]."""
     names = [symbolic.name for symbolic in tree.flatten(model.input)]
-    images: Any = inputs.get("images") if isinstance(inputs, dict) else inputs
-    if "images" not in names or (images is inputs and len(names) > 1):
+    name = "patches" if "patches" in names else "images"
+    images: Any = inputs.get(name) if isinstance(inputs, dict) else inputs
+    if name not in names or (images is inputs and len(names) > 1):
         return
     if getattr(model, "_has_warned_of_pixels", False) or not is_array(images):
         return
-    if len(images.shape) != 4:
+    if len(images.shape) != (4 if name == "images" else 3):
         return
     # A few pixels of a few images, since they may be on a device.
     step = max(1, images.shape[1] // 64)
-    pixels = array_values(images[:8, ::step, ::step])
+    pixels = array_values(images[:8, ::step, :: step if name == "images" else 1])
     if pixels is None or not pixels.size:
         return
     is_float = pixels.dtype.kind not in "biu"

@@ -16,8 +16,6 @@ from keras_moe import _compat
 from keras_moe._compat import (
     ONE_AT_A_TIME,
     inject_functional_model_class,
-    is_clone,
-    is_jax_train_state,
     keep_no_steps,
     make_pure_predict_function,
     serving,
@@ -114,8 +112,8 @@ class MoEModel(Exportable, TorchParameters):
         return model
 
     def __setattr__(self, name, value):
-        if is_jax_train_state(name):
-            # Only arrays: inspecting them at every step would be slow.
+        if name == "_jax_state":
+            # It has only arrays: inspecting them at every step would be slow.
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
@@ -124,7 +122,8 @@ class MoEModel(Exportable, TorchParameters):
         check_inputs(self, inputs)
 
     def _run_through_graph(self, *args, **kwargs):
-        if is_clone(kwargs):
+        # As `keras.models.clone_model` calls it.
+        if {"operation_fn", "call_fn"} <= set(kwargs):
             raise ValueError(
                 "Expected model.copy(), or type(model).from_config(model.get_config()) "
                 "for new weights; received: keras.models.clone_model(model), which "
@@ -217,8 +216,14 @@ class MoEModel(Exportable, TorchParameters):
 
     @ClassProperty
     def presets(cls: Any):
-        """The registered presets of this class."""
-        return registry.presets_of(cls)
+        """The registered presets of this class, in KerasHub's format."""
+        return {
+            name: {
+                "metadata": {"description": registry.summary(x), "source": x["source"]}
+            }
+            for name, x in registry.presets().items()
+            if cls.__name__ in (x["backbone"], x["task"])
+        }
 
     @classmethod
     def from_preset(cls, preset: object, load_weights: bool = True, **kwargs) -> Self:

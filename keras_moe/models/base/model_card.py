@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import keras_hub
 
-from keras_moe._checks import check_number, check_one_of
+from keras_moe._checks import check_number, check_one_of, unfit
 from keras_moe._files import read_bytes, write_text
 from keras_moe._types import KerasModel
 from keras_moe.models import registry
@@ -64,7 +64,6 @@ class ModelCard:
         results: list of `CardResult`.
         picture: path of a picture to copy into the folder.
         picture_text: alt text of the picture.
-        base_model: handle of the original, such as `"openai/clip-vit-base-patch32"`.
         tags: tags in addition to `"keras"` and, with experts, `"mixture-of-experts"`.
 
     Example:
@@ -94,14 +93,11 @@ class ModelCard:
     results: Sequence[CardResult] = ()
     picture: str | Path | None = None
     picture_text: str = "What the experts of the model do"
-    base_model: str | None = None
     tags: Sequence[str] = ()
 
     def __post_init__(self):
         if isinstance(self.tags, str):
-            raise ValueError(
-                f"Expected tags to be a list of strings; received: {self.tags!r}"
-            )
+            raise unfit("tags to be a list of strings", repr(self.tags))
         for result in self.results:
             check_number(result.metric, result.value)
         if self.picture is not None:
@@ -168,7 +164,6 @@ class ModelCard:
         return ModelCardData(
             library_name="keras_moe",
             **_licence(self.license),
-            base_model=self.base_model,
             pipeline_tag=kind,
             tags=["keras", *experts, *self.tags],
             model_name=name if results else None,

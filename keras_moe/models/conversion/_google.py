@@ -1,4 +1,4 @@
-"""Google's releases: ViT, AugReg, SAM, V-MoE, Soft MoE, MLP-Mixer, image-text.
+"""Google's releases: ViT, AugReg, SAM, V-MoE, E3, Soft MoE, MLP-Mixer, image-text.
 
 Reads all naming styles: modules of a block counted together (`LayerNorm_0,
 MultiHeadDotProductAttention_1, ...`), counted by class, or named as in V-MoE.
@@ -11,6 +11,7 @@ from keras_moe.models.conversion._rules import (
     Direct,
     PatchKernel,
     Positions,
+    Reshaped,
     direct,
     norm,
 )
@@ -29,11 +30,13 @@ from keras_moe.models.registry import builtin_presets
 # Released V-MoEs, whose weights do not determine all arguments: name prefix and the
 # built-in preset that does.
 _RELEASED = {
+    "eee_s32_last2": "eee_s32_last2_e8",
     "vmoe_s32_last2": "vmoe_s32_last2_e8",
     "vmoe_b16_imagenet21k": "vmoe_b16_every2_e8",
 }
 _GOOGLE = Library("Google", "Apache-2.0")
 _ROUTING = (
+    "ensemble_size",
     "num_selected_experts",
     "capacity_factor",
     "capacity_multiple_of",
@@ -187,8 +190,14 @@ def _moe(file, path, name):
         for what in ("kernel", "bias")
     }
     if f"{name}Router/mu" not in file:
-        rules[f"{path}/router/kernel"] = Direct(f"{name}Router/dense/kernel")
-        return rules, {}
+        kernel = f"{name}Router/dense/kernel"
+        shape = file[kernel].shape if kernel in file else ()
+        rules[f"{path}/router/kernel"] = Direct(kernel)
+        if len(shape) < 3:
+            return rules, {}
+        # The kernel (D, M, E / M) of an ensemble.
+        rules[f"{path}/router/kernel"] = Reshaped(kernel, shape=shape)
+        return rules, {"ensemble_size": shape[1]}
     has_scale = f"{name}Router/scale" in file
     _, _, num_slots = required(file, f"{name}Router/mu", 3)
     rules[f"{path}/router/slots"] = Direct(f"{name}Router/mu")
@@ -198,11 +207,6 @@ def _moe(file, path, name):
 
 
 def _vit_spec(file, prefix, name, overrides):
-    if name.startswith("eee_"):
-        raise ValueError(
-            "Expected a V-MoE; received an efficient ensemble of experts, whose "
-            f"routers give each member its own experts: {name!r}"
-        )
     kernel = f"{prefix}embedding/kernel"
     kernel_shape = required(file, kernel, 4)
     root = f"{prefix}Encoder/"
@@ -230,6 +234,8 @@ def _vit_spec(file, prefix, name, overrides):
     architecture = "V-MoE" if arguments.get("moe_layers") else "ViT"
     if arguments.get("router") == "soft":
         architecture = "Soft MoE"
+    elif arguments.get("ensemble_size", 1) > 1:
+        architecture = "E3"
     return ConversionSpec(
         _GOOGLE,
         architecture,

@@ -133,7 +133,7 @@ def gpt2_files(model: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     )
     # As transformers names them in GPT-2's configs.
     names = {own: name for name, own in ACTIVATIONS.items()}
-    end = getattr(model.preprocessor, "end_id", None)
+    end = getattr(model.tokenizer, "end_id", None)
     content = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": MODEL_TYPES[0],
@@ -152,7 +152,7 @@ def gpt2_files(model: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         "torch_dtype": "float32",
     }
     files: dict[str, Any] = {CONFIG_NAME: content}
-    pairs = getattr(model.preprocessor, "tokenizer", None)
+    pairs = getattr(model.tokenizer, "tokenizer", None)
     if isinstance(pairs, keras_hub.tokenizers.GPT2Tokenizer):
         merges = "\n".join(["#version: 0.2", *(pairs.merges or ()), ""])
         files.update(zip(GPT2_FILES, (pairs.vocabulary, merges)))

@@ -52,13 +52,16 @@ class Direct:
 
 
 @dataclass(frozen=True)
-class Scalar(Direct):
-    """A number stored with axes of size 1."""
+class Reshaped(Direct):
+    """A tensor with other axes, such as a number with some of size 1."""
 
     shape: tuple[int, ...] = ()
 
     def shapes(self, target):
         return {self.name: self.shape}
+
+    def tensor(self, value):
+        return value.reshape(self.shape)
 
 
 @dataclass(frozen=True)

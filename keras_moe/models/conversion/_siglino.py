@@ -71,6 +71,10 @@ def siglino_spec(
     for part in (config, config.get("moe") or {}):
         if (activation := part.get("activation", "silu")) != "silu":
             raise unfit("activation='silu'", activation=activation)
+    # As published, of between 64 patches and the budget.
+    images: dict[str, Any] = {"interpolation": "bicubic"}
+    if (most := overrides.get("max_patches")) is not None:
+        images.update(max_patches=most, min_patches=min(64, most), patch_size=size)
     has_norms, teachers = "layers.0.ffn_norm.weight" in file, _teachers(file)
     arguments = {
         "image_shape": (*[_PATCHES_PER_SIDE * size] * 2, channels),
@@ -103,6 +107,7 @@ def siglino_spec(
             for name in file
             if name.startswith("layer_norm_dinov3.")
         },
+        preprocessing=images,
         task="TeacherFeatures" if teachers else None,
     )
 

@@ -11,7 +11,7 @@ from keras_moe.models.conversion._rules import (
     BlockNames,
     Filled,
     Normalization,
-    Scalar,
+    Reshaped,
     TowerNames,
 )
 from keras_moe.models.preprocessing.images import ImagePreprocessor
@@ -52,12 +52,22 @@ class ConversionSpec:
     # Arguments of `ImagePreprocessor` without the image shape.
     preprocessing: dict | None = None
     tokenizer: TextTokenizer | None = None
+    # Published for images of this size, unless it is that of the weights.
+    image_size: int | None = None
+
+    def model_arguments(self) -> dict:
+        """Returns the arguments of the model that is published with the weights."""
+        if self.image_size is None:
+            return self.arguments
+        shape = (self.image_size, self.image_size, self.arguments["image_shape"][2])
+        return {**self.arguments, "image_shape": shape}
 
     def preprocessors(self) -> dict:
         """Returns a task's arguments with the source's preprocessing, if known."""
         images = None
         if self.preprocessing is not None:
-            shape = self.arguments.get("image", self.arguments)["image_shape"]
+            own = self.model_arguments()
+            shape = own.get("image", own)["image_shape"]
             images = ImagePreprocessor(shape, **self.preprocessing)
         if "image" in self.arguments:
             return {"preprocessor": self.tokenizer, "image_preprocessor": images}
@@ -246,13 +256,24 @@ def image_tower_arguments(
     overrides: dict,
     axes: int = 2,
     image_size: int | None = None,
+    patch_size: int | None = None,
     **settings: Any,
 ) -> dict:
     """Infers arguments from tensors; `axes` is the rank of the position embeddings.
 
-    Without position embeddings nothing in them tells the `image_size`.
+    Without position embeddings nothing in them tells the `image_size`, and a matrix of
+    flattened patches does not tell their `patch_size`.
     """
-    hidden_dim, channels, height, width = required(file, f"{names.patches}weight", 4)
+    if patch_size is None:
+        kernel = required(file, f"{names.patches}weight", 4)
+        hidden_dim, channels, height, width = kernel
+    else:
+        hidden_dim, pixels = required(file, f"{names.patches}weight", 2)
+        height = width = patch_size
+        channels, rest = divmod(pixels, patch_size**2)
+        if rest:
+            expected = f"a patch_size whose square divides {pixels} pixels"
+            raise unfit(expected, patch_size=patch_size)
     class_token, own = names.class_token in file, {}
     size = (image_size, image_size)
     if image_size is None:
@@ -376,7 +397,7 @@ def pair_spec(
         shared = _projections(rules, text_arguments, size)
     for path, name in (("log_scale", log_scale), ("bias", bias)):
         if name is not None and name in file:
-            rules[f"logit_scale/{path}"] = Scalar(name, shape=file[name].shape)
+            rules[f"logit_scale/{path}"] = Reshaped(name, shape=file[name].shape)
     text_arguments.pop("dtype", None)
     if "dtype" in image_arguments:
         shared["dtype"] = image_arguments.pop("dtype")

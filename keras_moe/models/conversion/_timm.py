@@ -1,5 +1,6 @@
-"""Converts timm's ViTs and MLP-Mixers."""
+"""Converts timm's ViTs, MLP-Mixers and, in both directions, DINOv3s."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -8,18 +9,24 @@ from keras_moe._checks import check_one_of, unfit
 from keras_moe.models.conversion._rules import (
     BlockNames,
     Direct,
+    Filled,
     Normalization,
     Positions,
+    TowerNames,
+    Vector,
     block_rules,
+    image_tower_rules,
     linear,
     norm,
     patches,
+    tensors_of,
     without_projection,
 )
 from keras_moe.models.conversion._spec import (
     ConversionSpec,
     Library,
     agree,
+    image_tower_arguments,
     interpolation,
     layer_scale_argument,
     mixer_arguments,
@@ -38,6 +45,9 @@ _ARGUMENTS = (
     "global_pool", "img_size", "in_chans", "init_values", "mlp_ratio", "no_embed_class",
     "num_blocks", "num_classes", "num_heads", "patch_size", "pre_norm", "qk_norm",
     "qkv_bias", "weight_init",
+    # Of DINOv3.
+    "num_reg_tokens", "rope_temperature", "swiglu_align_to", "swiglu_mlp",
+    "use_fc_norm",
 )  # fmt: skip
 _BLOCK = BlockNames(
     norms=("norm1.", "norm2."),
@@ -51,7 +61,27 @@ _VIT_PATCHES, _MIXER_PATCHES = "patch_embed.proj.", "stem.proj."
 _FAMILIES = ("vit_", "deit_", "deit3_", "flexivit_", "mixer_", "test_vit")
 # Models whose weights look like a ViT's but which post-normalise or use rotary
 # positions.
-_OTHERS = re.compile(r"_(rpn|rope|xp|18x2)_|vit_pe_|dinov3")
+_OTHERS = re.compile(r"_(rpn|rope|xp|18x2)_|vit_pe_|dinov3|lingbot")
+# DINOv3's layout, which LingBot has as well.
+_DINOV3_NAMES = re.compile("dinov3|lingbot")
+_DINOV3 = TowerNames(
+    blocks="blocks.",
+    block=BlockNames(
+        norms=_BLOCK.norms,
+        mlp=_BLOCK.mlp,
+        queries=_BLOCK.queries,
+        output=_BLOCK.output,
+        scales=("gamma_1", "gamma_2"),
+    ),
+    positions="",
+    final_norm="norm.",
+    patches=_VIT_PATCHES,
+    class_token="cls_token",
+    registers="reg_token",
+)
+_DINOV3_GATED = {"mlp": ("mlp.fc1_x.", "mlp.fc2."), "gate": "mlp.fc1_g."}
+# Biases of queries and values; keys have none.
+_DINOV3_BIASES = {"query": "attn.q_bias", "value": "attn.v_bias"}
 # Models with tanh-approximated GELU.
 _TANH = re.compile(
     r"vit_((base_patch32|so400m_patch16|giantopt_patch16)_siglip_"
@@ -81,14 +111,19 @@ def timm_spec(
         return None
     if not is_mixer and "blocks.0.norm1.weight" not in file:
         return None
-    _check_architecture(file, config)
+    is_dinov3 = _DINOV3.registers in file and "blocks.0.gamma_1" in file
+    _check_architecture(file, config, is_dinov3)
     unknown = sorted(set(config.get("model_args", {})) - set(_ARGUMENTS))
     if unknown:
         raise ValueError(
             f"Expected model_args of {_ARGUMENTS}; received: {unknown} in the config "
             f"of {file.path}"
         )
-    spec = _mixer_spec(file, config) if is_mixer else _vit_spec(file, config, overrides)
+    if is_mixer:
+        spec = _mixer_spec(file, config)
+    else:
+        make = _dinov3_spec if is_dinov3 else _vit_spec
+        spec = make(file, config, overrides)
     arguments, notes = _preprocessing(config)
     names = _class_names(config, (spec.task_arguments or {}).get("num_classes"))
     spec.preprocessing = {**arguments, "class_names": names}
@@ -125,14 +160,17 @@ def _class_names(config: dict, num_classes: int | None) -> list[str] | None:
     return None if all(map(_NO_NAME.fullmatch, names)) else list(names)
 
 
-def _check_architecture(file, config):
+def _check_architecture(file, config, is_dinov3):
     # Without a config, use the architecture's name if file or folder has it.
     path = Path(file.path)
     default = f"{_FAMILIES[0]} {path.parent.name}/{path.name}"
     architecture = config.get("architecture", default)
-    if not architecture.startswith(_FAMILIES) or _OTHERS.search(architecture):
+    is_other = bool(_OTHERS.search(architecture))
+    if is_dinov3:
+        is_other = "architecture" in config and not _DINOV3_NAMES.search(architecture)
+    if not architecture.startswith(_FAMILIES) or is_other:
         raise ValueError(
-            "Expected an architecture of timm that is a plain ViT or MLP-Mixer; "
+            "Expected timm's name of a plain ViT, a DINOv3 or an MLP-Mixer; "
             f"received: architecture={architecture!r} in {file.path}"
         )
 
@@ -207,6 +245,13 @@ def _vit_spec(file, config, overrides):
         query_bias = f"{block}attn.qkv.bias" in file
         rules.update(block_rules(f"block_{i}", block, _BLOCK, arguments, query_bias))
     pooling = settings.get("global_pool", "token" if class_token else "avg")
+    heads = settings.get("num_heads") or overrides.get("num_heads")
+    notes = _assumptions(settings, arguments, bool(heads))
+    return _spec(file, "ViT", arguments, rules, pooling, notes)
+
+
+def _spec(file, architecture, arguments, rules, pooling, notes):
+    """The spec of a tower with its pooling and head."""
     task, pooling_rules = _pooling(file, pooling, arguments)
     head, head_arguments = _head(file)
     if head_arguments is not None:
@@ -216,16 +261,59 @@ def _vit_spec(file, config, overrides):
         head = without_projection()
     else:
         task = None
-    heads = settings.get("num_heads") or overrides.get("num_heads")
     return ConversionSpec(
         _TIMM,
-        "ViT",
+        architecture,
         "ViTBackbone",
         arguments,
         {**rules, **pooling_rules, **head},
         task,
-        notes=_assumptions(settings, arguments, bool(heads)),
+        notes=notes,
     )
+
+
+def _dinov3_spec(file, config, overrides):
+    settings = {**config, **config.get("model_args", {})}
+    names, is_gated = _DINOV3, "blocks.0.mlp.fc1_g.weight" in file
+    if is_gated:
+        names = names._replace(block=names.block._replace(**_DINOV3_GATED))
+    dim = required(file, f"{_VIT_PATCHES}weight", 4)[0]
+    _check_sizes(file, config, dim, numbered(file, "blocks."), "depth")
+    size = config.get("pretrained_cfg", {}).get("input_size", (3, 256, 256))
+    size = settings.get("img_size") or size[-1]
+    arguments = image_tower_arguments(
+        file,
+        names,
+        overrides,
+        image_size=size if isinstance(size, int) else size[-1],
+        # Heads of 64, but for the largest model's.
+        num_heads=settings.get("num_heads") or dim // (128 if dim > 2048 else 64),
+        activation="silu" if is_gated else "gelu",
+        epsilon=1e-5,
+        layer_scale=settings.get("init_values"),
+    )
+    arguments.update(
+        position_embedding="rotary_2d",
+        rotary_base=float(settings.get("rope_temperature", 100.0)),
+        key_bias=False,
+    )
+    images = image_normalization(config, arguments["image_shape"][2])
+    has_biases = "blocks.0.attn.q_bias" in file
+    rules = _dinov3_rules(names, arguments, has_biases, images)
+    pooling = settings.get("global_pool", "token")
+    notes = _assumptions(settings, arguments)
+    return _spec(file, "DINOv3", arguments, rules, pooling, notes)
+
+
+def _dinov3_rules(names, arguments, has_biases, images=None):
+    """Rules of a tower; without biases, those of queries and values are zeros."""
+    bias = f"{names.patches}bias"
+    rules = image_tower_rules(names, arguments, images, bias, axes=0)
+    for i in range(arguments["num_layers"]):
+        for projection, name in _DINOV3_BIASES.items():
+            rule = Vector(f"{names.blocks}{i}.{name}") if has_biases else Filled()
+            rules[f"block_{i}/attention/{projection}/bias"] = rule
+    return rules
 
 
 def _vit_arguments(file, config, settings, overrides):
@@ -359,3 +447,79 @@ def _mixer_spec(file, config):
         task,
         notes=_assumptions(config, arguments),
     )
+
+
+# Export
+
+
+def timm_files(model: Any) -> tuple[dict, dict[str, Any]]:
+    tower, kind = model.towers.get("image"), "timm's DINOv3"
+    if tower is None or "text" in model.towers:
+        raise unfit(f"a ViTBackbone for {kind}", towers=sorted(model.towers))
+    config, names = tower.config, _DINOV3
+    poolings = {None: "token", "class_token": "token", "patch_average": "avg"}
+    tower.check(
+        kind,
+        position_embedding="rotary_2d",
+        layer_norm_epsilon=1e-5,
+        activation="silu" if config["gated_mlp"] else "gelu",
+        register_tokens=config["register_tokens"] or 1,
+        key_bias=False,
+        use_bias=True,
+        norm="layer",
+        query_key_norm=False,
+        final_norm=True,
+        embedding_norm=False,
+        class_token=True,
+    )
+    if tower.pooling not in poolings:
+        expected = f"a pooling of {sorted(filter(None, poolings))} for {kind}"
+        raise unfit(expected, pooling=tower.pooling)
+    if config["gated_mlp"]:
+        names = names._replace(block=names.block._replace(**_DINOV3_GATED))
+    ends = tuple(f"/attention/{name}/bias" for name in _DINOV3_BIASES)
+    has_biases = any(x.any() for path, x in tower.values.items() if path.endswith(ends))
+    rules = _dinov3_rules(names, config, has_biases)
+    rules.update(norm("final_norm", names.final_norm))
+    if tower.projection_dim is not None:
+        rules.update(linear("predictions", "head."))
+    dim, width = config["hidden_dim"], config["mlp_dim"]
+    ratio = width / dim
+    if int(dim * ratio) != width:
+        ratio = math.nextafter(ratio, math.inf)
+    side = tower.square("image_shape", kind)
+    arguments = {
+        "img_size": side,
+        "patch_size": tower.square("patch_size", kind),
+        "in_chans": config["image_shape"][2],
+        "embed_dim": dim,
+        "depth": config["num_layers"],
+        "num_heads": config["num_heads"],
+        "mlp_ratio": ratio,
+        "swiglu_mlp": config["gated_mlp"],
+        "swiglu_align_to": 1,
+        "qkv_bias": has_biases,
+        "init_values": config["layer_scale_initial_value"],
+        "rope_temperature": config["rotary_base"],
+        "num_reg_tokens": config["register_tokens"],
+        "global_pool": poolings[tower.pooling],
+    }
+    preprocessor = model.preprocessor
+    crop = getattr(preprocessor, "center_crop", 1.0)
+    content = {
+        "architecture": "vit_small_patch16_dinov3",
+        "num_classes": tower.projection_dim or 0,
+        "num_features": dim,
+        "model_args": arguments,
+        "pretrained_cfg": {
+            "input_size": [config["image_shape"][2], side, side],
+            "interpolation": getattr(preprocessor, "interpolation", "bicubic"),
+            "crop_pct": crop or 1.0,
+            "crop_mode": "center" if crop else "squash",
+            "mean": list(tower.images.mean),
+            "std": list(tower.images.std),
+            "first_conv": "patch_embed.proj",
+            "classifier": "head",
+        },
+    }
+    return tensors_of(rules, tower.values, kind), {"config.json": content}

@@ -33,6 +33,7 @@ from keras_moe.models.conversion._spec import (
     text_tower_arguments,
     towers_spec,
 )
+from keras_moe.models.preprocessing.tokenizer import GEMMA_FILES
 
 CONFIG_NAME = "config.json"
 MODEL_TYPES = (
@@ -166,10 +167,14 @@ def _dinov2_spec(file, root, config, overrides):
         layer_scale=config.get("layerscale_value", 1.0),
     )
     _check_sizes(file, config, arguments)
+    if "register_tokens" not in arguments:
+        # transformers resizes those with registers with antialiasing.
+        arguments["position_interpolation"] = "torch_bicubic"
     preprocessor = config.get("preprocessor", {})
     images = normalization(arguments["image_shape"][2], preprocessor, _DINOV2_IMAGES)
     bias = f"{names.patches}bias"
     image_arguments, notes = _preprocessing(preprocessor, crops=True)
+    size = _edge(preprocessor.get("crop_size"))
     return ConversionSpec(
         TRANSFORMERS,
         "DINOv2",
@@ -182,6 +187,7 @@ def _dinov2_spec(file, root, config, overrides):
         },
         notes=notes,
         preprocessing=image_arguments,
+        image_size=size if size and size % arguments["patch_size"] == 0 else None,
     )
 
 
@@ -234,11 +240,7 @@ def _image_spec(file, config, overrides):
     root = _root(file, "image") or ""
     names = _IMAGE.under(root)
     kernel = f"{names.patches}weight"
-    if len(file[kernel].shape) == 2:
-        raise ValueError(
-            "Expected a SigLIP 2 of one image size; received: one for images of any "
-            f"shape (NaFlex) in {file.path}"
-        )
+    is_flat = len(file[kernel].shape) == 2
     vision = config.get("vision_config") or config
     is_clip = names.class_token in file
     activation = vision.get("hidden_act")
@@ -251,6 +253,8 @@ def _image_spec(file, config, overrides):
         num_heads=vision.get("num_attention_heads"),
         activation=activation,
         epsilon=vision.get("layer_norm_eps", 1e-5 if is_clip else 1e-6),
+        # A matrix does not tell the size of its patches.
+        patch_size=vision.get("patch_size", 16) if is_flat else None,
     )
     _check_sizes(file, vision, arguments)
     preprocessor = config.get("preprocessor", {})
@@ -260,6 +264,15 @@ def _image_spec(file, config, overrides):
     bias = f"{names.patches}bias"
     rules = image_tower_rules(names, arguments, images, bias if bias in file else None)
     task = None
+    image_arguments, notes = _preprocessing(preprocessor, crops=is_clip)
+    if is_flat:
+        if images is not None:
+            raise unfit("mean and std of 0.5 for patches", **images._asdict())
+        rules["patch_embedding/kernel"] = Matrix(kernel, inputs=3)
+        most = preprocessor.get("max_num_patches", vision.get("num_patches", 256))
+        arguments.update(max_patches=most, position_interpolation="antialiased")
+        image_arguments, notes = interpolation(preprocessor.get("resample", 2))
+        image_arguments.update(max_patches=most, patch_size=arguments["patch_size"])
     if "visual_projection.weight" in file:
         rules["predictions/kernel"] = Matrix("visual_projection.weight")
         rules["predictions/bias"] = Filled()
@@ -270,7 +283,6 @@ def _image_spec(file, config, overrides):
         task = {"num_classes": arguments["hidden_dim"], "pooling": "map"}
     left = ignored(file, text=("text_model.", "text_projection."), logits=LOGIT_NAMES)
     left[f"{root}embeddings.position_ids"] = POSITION_IDS
-    image_arguments, notes = _preprocessing(preprocessor, crops=is_clip)
     return ConversionSpec(
         TRANSFORMERS,
         "CLIP" if is_clip else "SigLIP",
@@ -400,16 +412,24 @@ def transformers_files(model: Any) -> tuple[dict, dict[str, Any]]:
     tensors, configs, files = {}, {}, {}
     if image is not None:
         tensors, configs["vision"], image_range = _exported_image(image, is_clip)
-        files["preprocessor_config.json"] = _exported_preprocessor(
+        most = image.config["max_patches"]
+        family = "Siglip" if most is None else "Siglip2"
+        images = _exported_preprocessor(
             model.preprocessor,
-            configs["vision"]["image_size"],
+            configs["vision"].get("image_size"),
             image_range,
-            "CLIP" if is_clip else "Siglip",
+            "CLIP" if is_clip else family,
             crop=1.0 if is_clip else None,
         )
+        if most is not None and not is_clip:
+            own = {"patch_size": configs["vision"]["patch_size"]}
+            images.update(max_num_patches=most, **own)
+        files["preprocessor_config.json"] = images
     if text is not None:
         texts, configs["text"] = _exported_text(text, is_clip)
         tensors.update(texts)
+        if not is_clip and model.tokenizer is not None:
+            files.update(_exported_gemma(model.tokenizer))
     if model.logits:
         tensors.update(_exported_logits(model.logits, is_clip))
     config = _exported_config(configs, is_clip)
@@ -461,6 +481,10 @@ def _exported_image(tower, is_clip):
     names = _IMAGE.under(_IMAGE_ROOT)
     if not is_clip:
         rules = image_tower_rules(names, tower.config, bias=f"{names.patches}bias")
+        if tower.config["max_patches"] is not None:
+            side = config.pop("image_size") // config["patch_size"]
+            config.update(model_type="siglip2_vision_model", num_patches=side**2)
+            rules["patch_embedding/kernel"] = Matrix(f"{names.patches}weight", inputs=3)
         rules.update(pooler_rules(f"{_IMAGE_ROOT}head."))
         if "predictions/kernel" in tower.values:
             rules.update(without_projection())
@@ -508,6 +532,27 @@ def _exported_text(tower, is_clip):
     return tensors_of(rules, tower.values, kind), content
 
 
+def _exported_gemma(tokenizer):
+    """SigLIP 2's tokenizer, in the file that it came from; {} for another."""
+    own = tokenizer.tokenizer
+    tokens = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")}
+    is_gemma = {*tokens.values()} <= {*own.get_vocabulary()}
+    if not is_gemma or not tokenizer.lower_case or tokenizer.start_id is not None:
+        return {}
+    name, content = GEMMA_FILES[0], getattr(own, "content", None)
+    if content is None:
+        name, content = GEMMA_FILES[1], own.proto
+    config = {
+        "tokenizer_class": "Siglip2Tokenizer",
+        **tokens,
+        "add_bos_token": False,
+        "add_eos_token": True,
+        "model_max_length": tokenizer.max_length,
+        "padding_side": "right",
+    }
+    return {name: content, "tokenizer_config.json": config}
+
+
 def _exported_logits(logits, is_clip):
     if is_clip == ("bias" in logits):
         raise ValueError(
@@ -521,6 +566,10 @@ def _exported_logits(logits, is_clip):
 
 def _exported_config(configs, is_clip):
     family, title = ("clip", "CLIP") if is_clip else ("siglip", "Siglip")
+    if "num_patches" in configs.get("vision", {}):
+        family, title = "siglip2", "Siglip2"
+        if "text" in configs:
+            configs["text"]["model_type"] = "siglip2_text_model"
     if len(configs) == 1:
         ((name, config),) = configs.items()
         projected = "WithProjection" if "projection_dim" in config else ""
@@ -550,6 +599,8 @@ def _exported_preprocessor(preprocessor, side, image_range, name, crop):
         "image_mean": list(image_range.mean),
         "image_std": list(image_range.std),
     }
+    if side is None:
+        return content
     if crop is None:
         size = {"height": side, "width": side}
         return {**content, "do_center_crop": False, "size": size}

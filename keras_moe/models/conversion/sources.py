@@ -123,7 +123,7 @@ def open_source(
         if spec.architecture == "GPT-2" and kind == "folder":
             spec.tokenizer = _gpt2_tokenizer(text, spec)
         elif spec.backbone == "CLIPBackbone":
-            spec.tokenizer = _clip_tokenizer(folder, spec, config)
+            spec.tokenizer = _pair_tokenizer(folder, spec, config)
     except BaseException as error:
         file.close()
         kinds = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -145,12 +145,15 @@ def _gpt2_tokenizer(folder, spec):
     return None
 
 
-def _clip_tokenizer(folder, spec, config):
+def _pair_tokenizer(folder, spec, config):
     text, openclip = spec.arguments["text"], config.get("model_cfg", config)
-    # Texts of SigLIP are not causal; some of OpenCLIP's have another tokenizer.
+    # Some of OpenCLIP's have another tokenizer.
     if "hf_tokenizer_name" in openclip.get("text_cfg", {}):
         return None
-    for names in TOKENIZER_FILES if text.get("causal", True) else ():
+    if not text.get("causal", True):
+        # Of SigLIP, the second of which has Gemma's.
+        return TextTokenizer.of_gemma(folder, text["max_length"])
+    for names in TOKENIZER_FILES:
         if all(check_file_exists(folder, name) for name in names):
             paths = [get_file(folder, name) for name in names]
             try:

@@ -6,7 +6,7 @@ A config is nested: a backbone's has `MoEConfig` fields in `moe` and router argu
 
 from typing import Any
 
-from keras_moe._checks import argument_names, check_argument_names
+from keras_moe._checks import argument_names, check_argument_names, unfit
 from keras_moe.layers import MoEBlock, MoEConfig, MuMoEConfig, moe_config
 from keras_moe.layers.moe_config import MUMOE
 from keras_moe.models.registry import backbone_class
@@ -36,6 +36,7 @@ _OF_EVERY_ROUTER = (
     "tau",
     "num_modalities",
     "expert_pools",
+    "ensemble_size",
 )
 # Mutually exclusive arguments.
 _EXCLUSIVE = (
@@ -115,28 +116,19 @@ def tower_config(cls: type, name: str, config: Any) -> dict:
 
 def _check_tower(cls, name, config):
     if not isinstance(config, dict):
-        raise ValueError(
-            f"Expected {name} to be a dict of the arguments of {cls.__name__}; "
-            f"received: {name}={config!r}"
-        )
+        expected = f"{name} to be a dict of the arguments of {cls.__name__}"
+        raise unfit(expected, f"{name}={config!r}")
     names = [x for x in override_names(cls) if x not in _MODEL_ARGUMENTS]
     check_argument_names(config, names, cls.__name__)
 
 
 def updated_moe(moe: Any, changes: dict) -> MoEConfig | MuMoEConfig | None:
-    """Updates an MoE config with flat names of its fields and its router.
-
-    A new router name keeps arguments that all routers share; a router dict or instance
-    replaces everything. Switching to or from `"mumoe"` keeps the blocks and the number,
-    size and activation of experts. A dense encoder without other settings is None.
-    """
+    """Updates an MoE config with flat names of its fields and its router."""
     before = moe_config(moe) or MoEConfig(moe_layers=None)
     fields, router = before.to_dict(), changes.get("router")
     if router is None and "router" in changes:
-        raise ValueError(
-            "Expected router to be a name, a dict of a name and arguments, or a "
-            "Router; received: router=None"
-        )
+        expected = "router to be a name, a dict of a name and arguments, or a Router"
+        raise unfit(expected, "router=None")
     is_mumoe = (before.router if router is None else router) == MUMOE
     if is_mumoe != isinstance(before, MuMoEConfig):
         fields = {name: fields[name] for name in _OF_EVERY_MIXTURE}
@@ -229,10 +221,7 @@ def check_constructor_arguments(cls: type, kwargs: dict[str, Any]) -> None:
             example = "moe={...} or its router"
             if towers:
                 example = f"the config of a tower, such as {next(iter(towers))}={{...}}"
-            raise ValueError(
-                f"Expected {name} in {example}; received: {cls.__name__}("
-                f"{name}={value!r})"
-            )
+            raise unfit(f"{name} in {example}", f"{cls.__name__}({name}={value!r})")
     check_argument_names(kwargs, [*_OUTERMOST], cls.__name__, own)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from keras_moe._checks import argument_names
+from keras_moe._checks import argument_names, unfit
 from keras_moe.models import registry
 from keras_moe.models._remote import check_file_exists, load_json
 from keras_moe.models.conversion import PublishedWeights, is_convertible, open_source
@@ -69,10 +69,8 @@ class ModelSource:
         wanted = getattr(cls, "backbone_cls", None) if is_task else cls
         if wanted is not None and not issubclass(backbone, wanted):
             if cls is not None and not issubclass(wanted, backbone):
-                raise ValueError(
-                    f"Expected a source of a {wanted.__name__} for {cls.__name__}; "
-                    f"received: {self.name!r} of a {backbone.__name__}"
-                )
+                expected = f"a source of a {wanted.__name__} for {cls.__name__}"
+                raise unfit(expected, f"{self.name!r} of a {backbone.__name__}")
             backbone = wanted
         if task == BACKBONE or (cls is not None and not is_task):
             return backbone, None
@@ -90,10 +88,7 @@ class ModelSource:
             return backbone, self.task
         found = registry.task_class(backbone, matches)
         if found is None:
-            raise ValueError(
-                f"Expected a task that is registered for {backbone.__name__}; "
-                f"received: {label}"
-            )
+            raise unfit(f"a task that is registered for {backbone.__name__}", label)
         return backbone, found
 
 
@@ -197,7 +192,8 @@ class _Published(ModelSource):
         self._file, self._spec, self._load_weights = file, spec, load_weights
         is_path = isinstance(source, (str, os.PathLike))
         name = os.fspath(source) if is_path else file.path
-        super().__init__(name, registry.backbone_class(spec.backbone), spec.arguments)
+        arguments = spec.model_arguments()
+        super().__init__(name, registry.backbone_class(spec.backbone), arguments)
         self.is_trained = spec.task_arguments is not None
         if spec.task is not None:
             self.task = registry.named_task_class(spec.task)

@@ -45,6 +45,7 @@ class Part(NamedTuple):
         parameters: number of parameters.
         active_parameters: those used by one token.
         flops: forward FLOPs of matmuls per image, 2 per multiply-add.
+        members: members of an ensemble that run it.
     """
 
     name: str
@@ -52,6 +53,11 @@ class Part(NamedTuple):
     parameters: int
     active_parameters: int
     flops: int
+    members: int = 1
+
+    def of_members(self, members: int) -> "Part":
+        """The part, run by several members of an ensemble."""
+        return self._replace(flops=members * self.flops, members=members)
 
 
 class Description(NamedTuple):
@@ -85,6 +91,17 @@ class Description(NamedTuple):
     def gflops(self) -> float:
         """Forward GFLOPs per image, 2 FLOPs per multiply-add."""
         return sum(part.flops for part in self.parts) / 1e9
+
+    @property
+    def ensemble_size(self) -> int:
+        """Number of members of an ensemble; 1 for any other model."""
+        return max(part.members for part in self.parts)
+
+    @property
+    def separate_gflops(self) -> float:
+        """Forward GFLOPs of as many separate models, which share nothing."""
+        own = (part.flops / part.members for part in self.parts)
+        return self.ensemble_size * sum(own) / 1e9
 
     def to_dict(self) -> dict:
         """Returns a JSON-serialisable dict."""
@@ -120,6 +137,11 @@ class Description(NamedTuple):
             f"{self.active_parameters:,}",
             f"{self.gflops:.3f}",
         )
+        if self.ensemble_size > 1:
+            separate = self.separate_gflops
+            saved = f"{1 - self.gflops / separate:.0%} less here"
+            name = f"{self.ensemble_size} separate models"
+            table.add_row(name, saved, "", "", f"{separate:.3f}")
         (console or Console()).print(table)
 
 
@@ -130,8 +152,10 @@ class UnbuiltTower(NamedTuple):
     # Tokens attend within their sequence; `sequences` has the lengths.
     prefix: str
     blocks: list
+    # `members` has how many members of an ensemble run each block.
     sequences: tuple[int, ...]
     hidden_dim: int
+    members: list[int]
 
 
 @dataclass(frozen=True)
@@ -172,10 +196,8 @@ class Blueprint:
         """Creates the blueprint of a backbone or task, without its weights."""
         backbone = getattr(model, "backbone", model)
         if not registry.is_registered(type(backbone)):
-            raise ValueError(
-                f"Expected a model with one of {registry.backbone_names()}; "
-                f"received: {type(model).__name__}"
-            )
+            expected = f"a model with one of {registry.backbone_names()}"
+            raise unfit(expected, type(model).__name__)
         config = backbone.get_config()
         if model is backbone:
             return cls(type(backbone), config, name=model.name)
@@ -207,15 +229,15 @@ class Blueprint:
             towers = {"": (self.backbone, config)}
             if families:
                 towers = {f"{k}/": (x, getattr(config, k)) for k, x in families.items()}
-            return [
-                UnbuiltTower(
-                    prefix,
-                    list(cls.tower(config, "float32").blocks),
+            unbuilt = []
+            for prefix, (cls, config) in towers.items():
+                tower, lengths = (
+                    cls.tower(config, "float32"),
                     cls.sequence_lengths(config),
-                    config.hidden_dim,
                 )
-                for prefix, (cls, config) in towers.items()
-            ]
+                sizes = lengths, config.hidden_dim, tower.members
+                unbuilt.append(UnbuiltTower(prefix, list(tower.blocks), *sizes))
+            return unbuilt
 
     def build(self) -> KerasModel:
         """Creates the model and loads the source's weights, if requested."""
@@ -317,9 +339,7 @@ def resolve(
         raise unfit(expected, num_classes=overrides["num_classes"])
     if isinstance(source, keras.Model) and not is_convertible(source):
         if overrides:
-            raise ValueError(
-                f"Expected no further arguments with a model; received: {overrides}"
-            )
+            raise unfit("no further arguments with a model", overrides)
         return Blueprint.of_model(source)
     check_one_of("tower", tower, (None, *TOWERS))
     has_classes = "num_classes" in overrides
@@ -362,9 +382,7 @@ def build(
 ) -> Any:
     """Builds a model from a source that is not itself a model of this library."""
     if isinstance(source, keras.Model) and not is_convertible(source):
-        raise ValueError(
-            f"Expected the name of a preset; received: {source!r}. {HUB_MODELS}"
-        )
+        raise unfit("the name of a preset", f"{source!r}. {HUB_MODELS}")
     with resolve(source, overrides, load_weights=load_weights, **options) as blueprint:
         model = blueprint.build()
     if load_weights and blueprint.weights is None:

@@ -11,8 +11,10 @@ import numpy as np
 from keras_moe._checks import (
     check_bool,
     check_image_shape,
+    check_integer,
     check_number,
     check_one_of,
+    check_pair,
     check_positive,
     unfit,
 )
@@ -22,6 +24,7 @@ from keras_moe.layers.position_embedding import (
     linear_weights,
     widened_linear_weights,
 )
+from keras_moe.models.preprocessing.patches import budget, pad_patches, patch_grid
 
 # Pillow modes and the modes to convert their images to; other modes do not hold pixel
 # values.
@@ -53,6 +56,13 @@ class ImagePreprocessor:
         center_crop: share of the shorter side to crop, in (0, 1], keeping the aspect
             ratio (timm's `crop_pct`). None resizes without keeping it.
         class_names: names of the classes in order, or None.
+        max_patches: most patches of an image, for a model with `max_patches`: images
+            keep their aspect ratio and become dicts of `"patches"` and `"grids"`, as
+            `pad_patches` makes them. None for images of `image_shape`.
+        min_patches: None to resize images to as many patches as `max_patches` allows,
+            as SigLIP 2 does (NaFlex). With a number, images keep their size, rounded to
+            whole patches, if they have so many patches at least, as in SigLino.
+        patch_size: an int or (height, width), with `max_patches`.
 
     Example:
 
@@ -71,10 +81,13 @@ class ImagePreprocessor:
     antialias: bool = False
     center_crop: float | None = None
     class_names: Sequence[str] | None = None
+    max_patches: int | None = None
+    min_patches: int | None = None
+    patch_size: Any = None
 
     def __post_init__(self):
         shape = check_image_shape(self.image_shape)
-        check_one_of("interpolation", self.interpolation, INTERPOLATIONS)
+        check_one_of("interpolation", self.interpolation, INTERPOLATIONS[:2])
         check_bool("antialias", self.antialias)
         crop, names = self.center_crop, self.class_names
         if crop is not None and not 0 < crop <= 1:
@@ -90,6 +103,21 @@ class ImagePreprocessor:
             raise unfit("class_names to be None or a list of names", class_names=names)
         if min(values["std"]) <= 0:
             raise ValueError(f"Expected std above 0; received: std={self.std!r}")
+        most, size = self.max_patches, self.patch_size
+        check_integer("max_patches", most, optional=True)
+        check_integer("min_patches", self.min_patches, 1, most, optional=True)
+        if (most is None) != (size is None) or (most is None and self.min_patches):
+            expected = "patch_size with max_patches, and min_patches only with them"
+            raise unfit(
+                expected,
+                max_patches=most,
+                min_patches=self.min_patches,
+                patch_size=size,
+            )
+        if most is not None:
+            values["patch_size"] = check_pair("patch_size", size)
+            if crop is not None:
+                raise unfit("center_crop=None with max_patches", center_crop=crop)
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -98,17 +126,31 @@ class ImagePreprocessor:
         """Name in model summaries."""
         return "image_preprocessor"
 
-    def __call__(self, images: object, max_value: float | None = None) -> np.ndarray:
+    def __call__(self, images: object, max_value: float | None = None) -> Any:
         """Preprocesses images; converts grey to RGB and RGB to luminance as needed."""
+        batch, is_one = self.batch(images, max_value)
+        return keras.tree.map_structure(lambda x: x[0], batch) if is_one else batch
+
+    def batch(self, images: object, max_value: float | None = None) -> tuple[Any, bool]:
+        """A batch of preprocessed images, and whether a single image was given."""
         check_positive("max_value", max_value, optional=True)
+        is_one = False
         if isinstance(images, (list, tuple)):
             images = [_array(image) for image in images]
         else:
             images = _array(images)
-            if images.ndim != 4:
-                return self._prepared(images, max_value)
+            is_one = images.ndim != 4
+            images = [images] if is_one else images
         parts = [self._prepared(image, max_value) for image in images]
-        return np.stack(parts) if parts else np.zeros((0, *self.image_shape), "float32")
+        if self.max_patches is not None:
+            # None at all have the shapes of one.
+            some = parts or [np.zeros((*self.patch_size, self.image_shape[2]))]
+            batch = pad_patches(some, self.patch_size, self.max_patches)
+            batch = {name: value[: len(parts)] for name, value in batch.items()}
+        else:
+            empty = np.zeros((0, *self.image_shape), "float32")
+            batch = np.stack(parts) if parts else empty
+        return batch, is_one
 
     def _prepared(self, image, max_value):
         if image.ndim == 2:
@@ -120,15 +162,21 @@ class ImagePreprocessor:
                 "Expected images (height, width, channels) with a number of channels "
                 f"in {allowed}; received: shape={image.shape}"
             )
-        image = self._resized(image, _white(image, max_value))
+        size = self.image_shape[:2]
+        if self.max_patches is not None:
+            grid = patch_grid(
+                image.shape[:2], self.patch_size, self.max_patches, self.min_patches
+            )
+            size = tuple(n * side for n, side in zip(grid, self.patch_size))
+        image = self._resized(image, size, _white(image, max_value))
         if image.shape[2] == 3 and channels == 1:
             image = image @ _LUMINANCE[:, None]
         mean, std = np.array(self.mean, "float32"), np.array(self.std, "float32")
         # Broadcasts grey to the model's channels.
-        return np.broadcast_to((image - mean) / std, self.image_shape).copy()
+        return np.broadcast_to((image - mean) / std, (*size, channels)).copy()
 
-    def _resized(self, image, white):
-        size, sizes, starts = self.image_shape[:2], self.image_shape[:2], (0, 0)
+    def _resized(self, image, size, white):
+        sizes, starts = size, (0, 0)
         if self.center_crop is not None:
             # The size to resize to, keeping the aspect ratio, before cropping.
             wanted = [math.floor(n / self.center_crop) for n in size]
@@ -155,16 +203,27 @@ class ImagePreprocessor:
         return weights(old, new, start, count)
 
     def adapted(
-        self, image_shape: tuple | None = None, num_classes: int | None = None
+        self,
+        image_shape: tuple | None = None,
+        num_classes: int | None = None,
+        max_patches: int | None = None,
+        patch_size: Any = None,
     ) -> "ImagePreprocessor":
         """Returns a copy for another image shape or number of classes.
 
         Args:
             image_shape: new image shape; other channels get averaged mean and std.
             num_classes: new number of classes; drops class names if it changes.
+            max_patches: most patches with a new image shape; None for images of it.
+            patch_size: their size.
         """
-        changes = {}
+        changes: dict[str, Any] = {}
         if image_shape is not None:
+            least = None if max_patches is None else self.min_patches
+            changes.update(max_patches=max_patches, min_patches=least)
+            changes["patch_size"] = None if max_patches is None else patch_size
+            if max_patches is not None:
+                changes["center_crop"] = None
             changes["image_shape"] = image_shape
             for name in ("mean", "std"):
                 value = getattr(self, name)
@@ -175,11 +234,14 @@ class ImagePreprocessor:
             changes["class_names"] = None
         return replace(self, **changes)
 
-    def check_model(self, image_shape: tuple, num_classes: int | None = None) -> None:
+    def check_model(self, backbone: Any, num_classes: int | None = None) -> None:
         """Raises ValueError if images or class names do not fit a model."""
-        if tuple(image_shape) != self.image_shape:
-            expected = f"a preprocessor of image_shape={tuple(image_shape)}"
+        image_shape, own = tuple(backbone.image_shape), budget(backbone.config)
+        if image_shape != self.image_shape:
+            expected = f"a preprocessor of image_shape={image_shape}"
             raise unfit(expected, image_shape=self.image_shape)
+        if own != budget(self):
+            raise unfit(f"a preprocessor of {own or 'whole images'}", **budget(self))
         names = self.class_names
         if names is not None and num_classes not in (None, len(names)):
             raise ValueError(
@@ -262,5 +324,5 @@ def checked_preprocessor(
     if not isinstance(preprocessor, ImagePreprocessor):
         expected = "image_preprocessor to be an ImagePreprocessor or None"
         raise unfit(expected, image_preprocessor=preprocessor)
-    preprocessor.check_model(backbone.image_shape)
+    preprocessor.check_model(backbone)
     return preprocessor

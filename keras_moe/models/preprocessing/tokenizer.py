@@ -12,18 +12,20 @@ import keras
 import keras_hub
 import numpy as np
 import sentencepiece
+from tokenizers import normalizers
 
 from keras_moe._backends.tensorflow import call_on_strings, is_tensorflow
 from keras_moe._checks import argument_names, check_bool, check_integer, unfit
-from keras_moe._files import read_bytes, write_json
+from keras_moe._files import read_bytes, read_text, write_json
 from keras_moe._types import Tensor
-from keras_moe.models._remote import load_json
+from keras_moe.models._remote import check_file_exists, get_file, load_json
 from keras_moe.models.preprocessing._byte_pairs import (
     END_OF_WORD,
     clip_byte_pairs,
     read_byte_pairs,
     trained_byte_pairs,
 )
+from keras_moe.models.preprocessing._json_tokenizer import JsonTokenizer
 from keras_moe.models.saving._preset_folder import (
     TOKENIZER,
     add_tokenizer_checksums,
@@ -32,6 +34,10 @@ from keras_moe.models.saving._preset_folder import (
 
 # A byte-pair vocabulary as transformers stores it.
 GPT2_FILES = ("vocab.json", "merges.txt")
+# SigLIP 2's vocabulary, Gemma's, as transformers stores it: either is enough.
+GEMMA_FILES = ("tokenizer.json", "tokenizer.model")
+# Character by character, as transformers does it: Python's depends on the neighbours.
+_LOWER_CASE = normalizers.Lowercase()
 # A lone UTF-16 surrogate, which cannot be encoded.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # Ids are int32.
@@ -154,12 +160,13 @@ class TextTokenizer:
         lower_case: bool = True,
         start_id: int | None = None,
     ) -> "TextTokenizer":
-        """Creates a SentencePiece tokenizer, such as T5's.
+        """Creates a SentencePiece tokenizer, such as T5's or SigLIP 2's (Gemma's).
 
-        Captions end with the vocabulary's `</s>`; padding is its `<pad>`, or 0.
+        Captions end with the vocabulary's `<eos>` or `</s>`; padding is its `<pad>`, or
+        0.
 
         Args:
-            vocabulary: SentencePiece model file, or its bytes.
+            vocabulary: SentencePiece model file, or its bytes; or a `tokenizer.json`.
             max_length: N.
             lower_case: whether to lower-case captions, as in LIMoE and SigLIP.
             start_id: optional id before each text, such as LLaMA's 1.
@@ -167,21 +174,17 @@ class TextTokenizer:
         is_bytes = isinstance(vocabulary, bytes)
         source = f"{len(vocabulary)} bytes" if is_bytes else vocabulary
         with _explained(f"a model of SentencePiece in {source}"):
-            proto = vocabulary if is_bytes else read_bytes(vocabulary)
-            sentencepiece.SentencePieceProcessor(model_proto=proto)
-        tokenizer = keras_hub.tokenizers.SentencePieceTokenizer(proto=proto)
-        special = {"</s>": None, "<pad>": 0}
-        for id, token in enumerate(tokenizer.get_vocabulary()):
-            if token in special:
-                special[token] = id
-        return cls(
-            tokenizer,
-            max_length,
-            start_id,
-            special["</s>"],
-            padding_id=special["<pad>"],
-            lower_case=lower_case,
-        )
+            if str(source).endswith(".json"):
+                tokenizer = JsonTokenizer(read_text(source))
+            else:
+                proto = vocabulary if is_bytes else read_bytes(source)
+                sentencepiece.SentencePieceProcessor(model_proto=proto)
+                tokenizer = keras_hub.tokenizers.SentencePieceTokenizer(proto=proto)
+            ids = {token: id for id, token in enumerate(tokenizer.get_vocabulary())}
+        # In Gemma's vocabulary </s> is a tag of HTML.
+        end = ids.get("<eos>", ids.get("</s>"))
+        padding = ids.get("<pad>", 0)
+        return cls(tokenizer, max_length, start_id, end, padding, lower_case)
 
     @classmethod
     def gpt2(
@@ -283,8 +286,9 @@ class TextTokenizer:
         return " ".join(self.tokenizer.detokenize(word) for word in words if word)
 
     def _tokenized(self, texts):
-        lower = [x.lower() for x in texts] if self.lower_case else texts
-        return self.tokenizer.tokenize(lower) if texts else []
+        if self.lower_case:
+            texts = [_LOWER_CASE.normalize_str(x) for x in texts]
+        return self.tokenizer.tokenize(texts) if texts else []
 
     def tokens(self, token_ids: Tensor) -> list[list[str]]:
         """Returns the readable string of each token id (B, N), as B lists.
@@ -339,14 +343,27 @@ class TextTokenizer:
 
     @classmethod
     def from_preset(cls, preset: str | os.PathLike) -> "TextTokenizer":
-        """Loads the tokenizer from a preset folder or handle."""
+        """Loads the tokenizer of a preset or a published SigLIP 2, folder or handle."""
         preset = os.fspath(preset)
+        gemma = None if check_file_exists(preset, TOKENIZER) else cls.of_gemma(preset)
+        if gemma is not None:
+            return gemma
         with _explained(f"a tokenizer in {TOKENIZER} of {preset}"):
             config = load_json(preset, TOKENIZER)
             compare_tokenizer(preset)
             tokenizer = keras.saving.deserialize_keras_object(config)
             tokenizer.load_preset_assets(preset)
         return tokenizer
+
+    @classmethod
+    def of_gemma(cls, preset: str, max_length: int = 64) -> "TextTokenizer | None":
+        """Reads Gemma's tokenizer next to published weights; None without it."""
+        name = next((x for x in GEMMA_FILES if check_file_exists(preset, x)), None)
+        if name is None:
+            return None
+        tokenizer = cls.sentence_piece(get_file(preset, name), max_length)
+        is_gemma = {"<bos>", "<eos>"} <= {*tokenizer.tokenizer.get_vocabulary()}
+        return tokenizer if is_gemma else None
 
     def load_preset_assets(self, preset: str) -> None:
         assets = self.tokenizer.file_assets or ()

@@ -9,7 +9,7 @@ import keras
 import keras_hub
 from keras.dtype_policies import DTypePolicyMap
 
-from keras_moe._checks import check_bool
+from keras_moe._checks import check_bool, unfit
 from keras_moe._compat import flatten_layers, set_dtype_policy
 from keras_moe._freezing import FROZEN, freeze, frozen_paths, inner_layers
 from keras_moe._types import KerasModel
@@ -33,10 +33,8 @@ def add_adapters(backbone: Any, rank: int, names: list[str]) -> None:
         if hasattr(layer, "enable_lora") and layer.weights
     }
     if unknown := sorted(set(names) - able):
-        raise ValueError(
-            f"Expected target_layer_names among {sorted(able)}; "
-            f"received: target_layer_names={names}, without {unknown}"
-        )
+        expected = f"target_layer_names among {sorted(able)}"
+        raise unfit(expected, f"target_layer_names={names}, without {unknown}")
     keras_hub.models.Backbone.enable_lora(
         backbone, rank, target_layer_names=list(names)
     )
@@ -49,10 +47,8 @@ def add_adapters(backbone: Any, rank: int, names: list[str]) -> None:
 def save_adapters(backbone: Any, filepath: str | os.PathLike) -> None:
     adapters = adapter_weights(backbone)
     if not adapters or not str(filepath).endswith(".lora.h5"):
-        raise ValueError(
-            "Expected a backbone on which enable_lora was called, and a .lora.h5 file; "
-            f"received: {len(adapters)} adapters, filepath={str(filepath)!r}"
-        )
+        expected = "a backbone on which enable_lora was called, and a .lora.h5 file"
+        raise unfit(expected, f"{len(adapters)} adapters, filepath={str(filepath)!r}")
     layers = list(_adapted_layers(backbone).values())
     with new_hdf5(filepath, adapters.values()) as file:
         file.attrs["rank"] = layers[0].lora_rank
@@ -65,9 +61,7 @@ def load_adapters(backbone: Any, filepath: str | os.PathLike) -> None:
     """Loads adapters from a file of `save_adapters`, adding them if missing."""
     with checked_weights(filepath), h5py.File(filepath, "r") as file:
         if "rank" not in file.attrs:
-            raise ValueError(
-                f"Expected a file of save_lora_weights; received: {filepath}"
-            )
+            raise unfit("a file of save_lora_weights", filepath)
         attributes: Any = file.attrs
         names, rank = list(attributes["target_layer_names"]), attributes["rank"]
         stored = plain_values(file)

@@ -15,7 +15,7 @@ from typing import Any
 
 import keras
 
-from keras_moe._checks import nearest
+from keras_moe._checks import nearest, unfit
 from keras_moe._files import (
     path_within,
     previous_folder,
@@ -90,10 +90,8 @@ def shard_names(path: Path, content: Any) -> list[str]:
     for name in names:
         is_shard = name.endswith(".weights.h5") and not set(name) & set("/\\\0")
         if not is_shard or (path.name == INDEX and not is_weights(Path(name))):
-            raise ValueError(
-                f"Expected shards *.weights.h5 of the same folder in {path}; "
-                f"received: {name[:200]!r}"
-            )
+            expected = f"shards *.weights.h5 of the same folder in {path}"
+            raise unfit(expected, repr(name[:200]))
     return sorted(set(names))
 
 
@@ -252,9 +250,7 @@ def check_folder(folder: str | os.PathLike) -> None:
     if any(x.startswith("model") and is_weights(Path(x)) for x in names):
         wanted.remove("model.weights.h5")
     if missing := [name for name in wanted if name not in names]:
-        raise ValueError(
-            f"Expected {missing[0]} in the preset folder {folder}; received: {names}"
-        )
+        raise unfit(f"{missing[0]} in the preset folder {folder}", names)
 
 
 def _has_head(task):
@@ -280,9 +276,7 @@ def check_files(folder: str | os.PathLike) -> dict[str, Any]:
 def check_preset(preset: str | os.PathLike) -> str:
     """Returns the handle, or the folder to read from."""
     if not isinstance(preset, (str, os.PathLike)) or "\0" in str(preset):
-        raise ValueError(
-            f"Expected the name of a preset; received: {preset!r}. {HUB_MODELS}"
-        )
+        raise unfit("the name of a preset", f"{preset!r}. {HUB_MODELS}")
     if "://" in str(preset):
         return str(preset)
     folder = readable(preset)

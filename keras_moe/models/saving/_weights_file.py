@@ -16,6 +16,7 @@ import keras
 import ml_dtypes  # noqa: F401  NumPy then knows bfloat16.
 import numpy as np
 
+from keras_moe._checks import unfit
 from keras_moe._compat import ask_to_proceed_with_overwrite, safe_get_h5_dataset
 from keras_moe._files import (
     check_room,
@@ -203,10 +204,8 @@ def _visit(hdf5, use):
         if not isinstance(value, h5py.Dataset):
             return
         if value.external or value.is_virtual:
-            raise ValueError(
-                f"Expected arrays in {hdf5.filename} itself; received: {path}, whose "
-                "values are in another file"
-            )
+            expected = f"arrays in {hdf5.filename} itself"
+            raise unfit(expected, f"{path}, whose values are in another file")
         # Keras refuses a declared shape with hardly any data in the file.
         use(path, safe_get_h5_dataset(hdf5, path)[()])
 

@@ -5,6 +5,7 @@ import warnings
 from typing import Any
 
 import keras
+from keras import ops
 
 from keras_moe._checks import check_number, check_one_of, outer_stack_level, unfit
 from keras_moe.layers import LayerNorm, MuMoE
@@ -13,6 +14,8 @@ from keras_moe.layers.pooling import pooling_layer
 from keras_moe.ops._initializers import PathInitializer
 
 HEAD_POSITIONS = ("final", "penultimate")
+# What an ensemble's outputs are, of which it averages the probabilities.
+SOFTMAX, SIGMOID, PROBABILITIES = "softmax", "sigmoid", "probabilities"
 # Loss classes by function, for losses that read probabilities by default.
 _CROSSENTROPIES = {
     keras.losses.binary_crossentropy: keras.losses.BinaryCrossentropy,
@@ -83,6 +86,46 @@ def head_layers(
             name="predictions",
         )
     return {layer.name: layer for layer in (*layers, predictions)}
+
+
+class MembersMean(keras.layers.Layer):
+    """The outputs (B, C) of an ensemble: the mean probabilities of its members.
+
+    Logits become logits of the mean. In training the members' own outputs are kept,
+    (B, M, C), since each has its own loss.
+
+    Args:
+        ensemble_size: M.
+        kind: `"softmax"` or `"sigmoid"` logits, or `"probabilities"`.
+        **kwargs: arguments of `keras.layers.Layer`.
+    """
+
+    def __init__(self, ensemble_size: int, kind: str, **kwargs):
+        super().__init__(**kwargs)
+        self.ensemble_size, self.kind = ensemble_size, kind
+
+    def call(self, outputs: Any, training: bool | None = None) -> Any:
+        """Takes (B M, C), the members of an example one after the other."""
+        members = ops.reshape(outputs, (-1, self.ensemble_size, outputs.shape[-1]))
+        return members if training else self.mean(members)
+
+    def mean(self, members: Any) -> Any:
+        """Averages (B, M, C)."""
+        x = ops.cast(members, "float32")
+        if self.kind == PROBABILITIES:
+            x = ops.mean(x, axis=1)
+        elif self.kind == SIGMOID:
+            # log(p / (1 - p)) of the mean p
+            x = ops.logsumexp(ops.log_sigmoid(x), axis=1) - ops.logsumexp(
+                ops.log_sigmoid(-x), axis=1
+            )
+        else:
+            x = ops.logsumexp(ops.log_softmax(x, axis=-1), axis=1)
+            x = x - math.log(members.shape[1])
+        return ops.cast(x, self.compute_dtype)
+
+    def compute_output_shape(self, input_shape):
+        return (None, input_shape[-1])
 
 
 def _mumoe_head(head, head_position, num_classes, dtype):

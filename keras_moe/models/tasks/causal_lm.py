@@ -14,11 +14,8 @@ from keras import ops
 from keras_moe._checks import check_integer, unfit
 from keras_moe._compat import ONE_AT_A_TIME, compiled_once
 from keras_moe._types import DType, Tensor
-from keras_moe.losses import (
-    logit_log_likelihoods,
-    next_tokens,
-    token_log_likelihoods,
-)
+from keras_moe.losses import next_tokens, token_log_likelihoods
+from keras_moe.losses.language import logit_log_likelihoods
 from keras_moe.models.backbones.decoder import DecoderBackbone
 from keras_moe.models.base._input_checks import (
     array_values,
@@ -59,7 +56,6 @@ class Perplexity(keras.metrics.Mean):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.models import Perplexity
     >>> metric = Perplexity()
     >>> metric.update_state(None, np.log([[0.5, 0.5, 0.1]]), np.array([[1, 1, 0]]))
@@ -102,7 +98,6 @@ class CausalLM(LabellessTask, HubCausalLM):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.models import CausalLM, DecoderBackbone, TextTokenizer
     >>> texts = ["one two three", "two three four"]
     >>> tokenizer = TextTokenizer.trained(texts, vocabulary_size=520, max_length=16)
@@ -218,9 +213,7 @@ class CausalLM(LabellessTask, HubCausalLM):
         if _is_list_of(x, (list, tuple, np.ndarray)):
             return list(x)
         if isinstance(x, (list, tuple)) and not len(x):
-            raise ValueError(
-                "Expected at least one text or list of token ids; received: none"
-            )
+            raise unfit("at least one text or list of token ids", "none")
         values = array_values(x)
         return x if values is None else values
 
@@ -231,10 +224,8 @@ class CausalLM(LabellessTask, HubCausalLM):
 
     def _tokenizer(self):
         if not isinstance(self.preprocessor, TextTokenizer):
-            raise ValueError(
-                "Expected token ids, or a model with a TextTokenizer for its "
-                f"preprocessor; received: texts, preprocessor={self.preprocessor!r}"
-            )
+            expected = "token ids, or a model with a TextTokenizer for its preprocessor"
+            raise unfit(expected, f"texts, preprocessor={self.preprocessor!r}")
         return self.preprocessor
 
     def fit(
@@ -248,18 +239,13 @@ class CausalLM(LabellessTask, HubCausalLM):
 
     def _training_data(self, x, y, sample_weight=None):
         if sample_weight is not None:
-            raise ValueError(
-                "Expected targets of -1 for tokens that do not count; received: "
-                "sample_weight"
-            )
+            raise unfit("targets of -1 for tokens that do not count", "sample_weight")
         return super()._training_data(self.training_inputs(x), y)
 
     def _check_inputs(self, inputs, labels=None):
         if labels is not None:
-            raise ValueError(
-                "Expected next tokens as targets, or a dict with targets as x; "
-                f"received: y of {type(labels).__name__}"
-            )
+            expected = "next tokens as targets, or a dict with targets as x"
+            raise unfit(expected, f"y of {type(labels).__name__}")
         if not isinstance(inputs, dict):
             return
         names = tuple(name for name in inputs if name != TARGETS)
@@ -286,10 +272,8 @@ class CausalLM(LabellessTask, HubCausalLM):
         self, inputs: object, training: bool | None = None, mask: Tensor | None = None
     ) -> Any:
         if not isinstance(inputs, dict):
-            raise ValueError(
-                "Expected a dict of token_ids and padding_mask; received: inputs of "
-                f"{type(inputs).__name__}"
-            )
+            expected = "a dict of token_ids and padding_mask"
+            raise unfit(expected, f"inputs of {type(inputs).__name__}")
         targets = inputs.get(TARGETS)
         inputs = {name: x for name, x in inputs.items() if name != TARGETS}
         if targets is None and not training:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe._checks import check_integer
+from keras_moe._checks import check_integer, unfit
 from keras_moe._compat import LossFunctionWrapper, serving
 from keras_moe._processes import predict_batch
 from keras_moe._types import DType
@@ -28,6 +28,7 @@ from keras_moe.models.preprocessing.images import (
     ImagePreprocessor,
     checked_preprocessor,
 )
+from keras_moe.models.preprocessing.patches import budget
 from keras_moe.models.preprocessing.tokenizer import TextTokenizer
 from keras_moe.models.registry import register_task
 from keras_moe.models.tasks._labelless import (
@@ -55,7 +56,6 @@ class ContrastiveAccuracy(keras.metrics.Mean):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.models import ContrastiveAccuracy
     >>> metric = ContrastiveAccuracy()
     >>> x = np.eye(4, dtype="float32")
@@ -120,7 +120,6 @@ class ContrastiveModel(TakesPairs, LabellessTask):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.models import ContrastiveModel, LIMoEBackbone
     >>> backbone = LIMoEBackbone(
     ...     image_shape=(8, 8, 3), patch_size=4, vocabulary_size=20, max_length=6,
@@ -176,8 +175,9 @@ class ContrastiveModel(TakesPairs, LabellessTask):
         config = dict(source.task_config())
         image, text = (backbone_config.get(x, backbone_config) for x in MODALITIES)
         if config.get("image_preprocessor") is not None:
-            shape = image["image_shape"]
-            config["image_preprocessor"] = config["image_preprocessor"].adapted(shape)
+            config["image_preprocessor"] = config["image_preprocessor"].adapted(
+                image["image_shape"], **budget(image)
+            )
         return TaskConfig(
             {**without_large_tokenizer(source, config, text), **overrides}
         )
@@ -196,9 +196,7 @@ class ContrastiveModel(TakesPairs, LabellessTask):
                 f"embeddings; received: loss={loss!r}"
             )
         if getattr(loss, "reduction", None) == "sum":
-            raise ValueError(
-                "Expected a loss that is averaged over pairs; received: reduction='sum'"
-            )
+            raise unfit("a loss that is averaged over pairs", "reduction='sum'")
         names = self.backbone.logit_scale.parameter_names
         wanted = getattr(loss, "parameters", ())
         if missing := [name for name in wanted if name not in names]:
@@ -213,10 +211,8 @@ class ContrastiveModel(TakesPairs, LabellessTask):
         if labels is not None and not (
             isinstance(labels, dict) and {*labels} <= {*IDS}
         ):
-            raise ValueError(
-                f"Expected y to be None or a dict of ids among {list(IDS)}; received: "
-                f"y of {type(labels).__name__}"
-            )
+            expected = f"y to be None or a dict of ids among {list(IDS)}"
+            raise unfit(expected, f"y of {type(labels).__name__}")
 
     def _training_data(self, x, y, sample_weight=None):
         x, y = super()._training_data(x, y)
@@ -225,10 +221,8 @@ class ContrastiveModel(TakesPairs, LabellessTask):
             return x, y
         number = len(next(iter(x.values())))
         if len(sample_weight) != number:
-            raise ValueError(
-                f"Expected a sample_weight for each of {number} pairs; received: "
-                f"{len(sample_weight)}"
-            )
+            expected = f"a sample_weight for each of {number} pairs"
+            raise unfit(expected, len(sample_weight))
         # A distinct image per pair is the default.
         return x, {"image_ids": np.arange(number)} if y is None else y
 
@@ -270,7 +264,8 @@ class ContrastiveModel(TakesPairs, LabellessTask):
         Args:
             images: images (B, height, width, channels) in the model's format; or, with
                 an `image_preprocessor`, images of any size (floats of the model's size
-                count as preprocessed).
+                count as preprocessed). With `max_patches`, a dict of `"patches"` and
+                `"grids"`.
             batch_size: images per batch.
             verbose: 1 shows progress.
         """
@@ -278,10 +273,11 @@ class ContrastiveModel(TakesPairs, LabellessTask):
         # Integer pixels are raw.
         is_raw = "int" in str(getattr(images, "dtype", ""))
         is_prepared = shape[1:] == tuple(self.backbone.image_shape) and not is_raw
+        if budget(self.backbone.config):
+            is_prepared = isinstance(images, dict)
         if self.image_preprocessor is not None and not is_prepared:
-            images = self.image_preprocessor(images)
-            images = images if images.ndim == 4 else images[None]
-        if images is None or not hasattr(images, "shape"):
+            images, _ = self.image_preprocessor.batch(images)
+        if not isinstance(images, dict) and not hasattr(images, "shape"):
             raise ValueError(
                 "Expected an array of images (batch, height, width, channels), or a "
                 f"model with an image_preprocessor; received: {type(images).__name__}"

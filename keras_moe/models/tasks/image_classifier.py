@@ -18,6 +18,7 @@ from keras_moe._checks import (
     unfit,
 )
 from keras_moe._types import DType
+from keras_moe.layers.moe_config import moe_config
 from keras_moe.layers.pooling import check_pooling
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 from keras_moe.models import registry
@@ -32,9 +33,17 @@ from keras_moe.models.conversion import HEAD, POOLING
 from keras_moe.models.loading._sources import PUBLISHED, SAVED, ModelSource, TaskConfig
 from keras_moe.models.loading.blueprint import Part
 from keras_moe.models.preprocessing.images import ImagePreprocessor
+from keras_moe.models.preprocessing.patches import budget
 from keras_moe.models.registry import register_task
 from keras_moe.models.saving._lora import TRAINING, new_head_dtype, quantized_head
-from keras_moe.models.tasks._head import head_layers, loss_of_outputs
+from keras_moe.models.tasks._head import (
+    PROBABILITIES,
+    SIGMOID,
+    SOFTMAX,
+    MembersMean,
+    head_layers,
+    loss_of_outputs,
+)
 from keras_moe.models.tasks.base import MoETask, check_task
 from keras_moe.ops import Routing
 from keras_moe.ops._initializers import initial_values
@@ -100,7 +109,9 @@ class ImageClassifier(MoETask, HubClassifier):
 
     Input shape: (B, height, width, channels), in [-1, 1].
 
-    Output shape: (B, num_classes).
+    Output shape: (B, num_classes). With a backbone of `ensemble_size=M` the members'
+    mean probabilities, or logits of these, and `features` are means, too; in training
+    (B, M, num_classes), since `fit` minimises the mean loss of the members.
 
     Reference: *An Image is Worth 16x16 Words*; *Scaling Vision Transformers* (MAP
     head); *Multilinear Mixture of Experts*, section 4.1 (muMoE heads).
@@ -108,7 +119,6 @@ class ImageClassifier(MoETask, HubClassifier):
     Example:
 
     >>> import keras
-    >>> import numpy as np
     >>> from keras_moe import models
     >>> classifier = models.from_preset("vmoe_digits")
     >>> isinstance(classifier, models.ImageClassifier)
@@ -122,6 +132,7 @@ class ImageClassifier(MoETask, HubClassifier):
     backbone: ImageBackbone
     multi_label: bool
     output_activation: str | None
+    encoded: Any
     pipeline_tag = "image-classification"
 
     @classmethod
@@ -131,10 +142,8 @@ class ImageClassifier(MoETask, HubClassifier):
         # `num_classes` means a new head: drop the arguments of the source's head.
         is_new = "num_classes" in overrides
         if not is_new and not source.is_trained:
-            raise ValueError(
-                f"Expected num_classes, since {source.name!r} carries no trained task; "
-                "received: num_classes=None"
-            )
+            expected = f"num_classes, since {source.name!r} carries no trained task"
+            raise unfit(expected, "num_classes=None")
         config, new_weights = dict(source.task_config()), ()
         if is_new:
             new_weights = _adapt_head(config, source, overrides, backbone_config)
@@ -177,7 +186,7 @@ class ImageClassifier(MoETask, HubClassifier):
         check_one_of("output_activation", output_activation, activations)
         policy = check_dtype("head_dtype", head_dtype) or backbone.dtype_policy
         if isinstance(preprocessor, ImagePreprocessor):
-            preprocessor.check_model(backbone.image_shape, num_classes)
+            preprocessor.check_model(backbone, num_classes)
 
         # === Layers ===
         config = backbone.config.to_dict()
@@ -207,7 +216,12 @@ class ImageClassifier(MoETask, HubClassifier):
             self.output_dense = layers["predictions"]
 
             # === Functional model ===
-            features = self.pooler(backbone(inputs))
+            encoded, members = backbone(inputs), backbone.ensemble_size
+            tokens, mask = encoded, backbone.token_mask(inputs)
+            if members > 1:
+                length = tokens.shape[1] // members
+                tokens = keras.ops.reshape(tokens, (-1, length, tokens.shape[2]))
+            features = self.pooler(tokens, mask=mask)
             if self.pooled_normalization is not None:
                 features = self.pooled_normalization(features)
             if representation_dim is not None:
@@ -223,9 +237,22 @@ class ImageClassifier(MoETask, HubClassifier):
                 if head_position == "penultimate":
                     outputs = keras.ops.relu(outputs)
             outputs = self.output_dense(outputs)
-        # The base constructor compiles and reads both, but Keras allows plain
-        # attributes only after it.
+            if members > 1:
+                if head is not None:
+                    raise unfit("head=None for an ensemble", ensemble_size=members)
+                kind = SIGMOID if multi_label or num_classes == 1 else SOFTMAX
+                kind = kind if output_activation is None else PROBABILITIES
+                self.members_mean = MembersMean(
+                    members, kind, dtype=policy, name="members_mean"
+                )
+                outputs = self.members_mean(outputs)
+                features = keras.ops.mean(
+                    keras.ops.reshape(features, (-1, members, features.shape[-1])), 1
+                )
+        # The base constructor compiles and reads some, but Keras allows plain
+        # attributes only after it. `encoded` has the symbolic tokens of the backbone.
         object.__setattr__(self, "multi_label", multi_label)
+        object.__setattr__(self, "encoded", encoded)
         object.__setattr__(self, "output_activation", output_activation)
         super().__init__(inputs, outputs, features, routing, **kwargs)
 
@@ -252,7 +279,7 @@ class ImageClassifier(MoETask, HubClassifier):
             raise unfit(expected, preprocessor=value)
         # The constructor checks it before there is a model.
         if isinstance(value, ImagePreprocessor) and hasattr(self, "num_classes"):
-            value.check_model(self.input_shape[1:], self.num_classes)
+            value.check_model(self.backbone, self.num_classes)
         keras_hub.models.Task.preprocessor.fset(self, value)  # pyright: ignore
 
     def classify(
@@ -282,13 +309,13 @@ class ImageClassifier(MoETask, HubClassifier):
                 "keras_moe.models.ImagePreprocessor(model.input_shape[1:]); received: "
                 f"preprocessor={self.preprocessor!r}"
             )
-        prepared = self.preprocessor(images, max_value)
-        if prepared.ndim == 3:
-            return self._classes(prepared[None], top, 1)[0]
+        prepared, is_one = self.preprocessor.batch(images, max_value)
+        if is_one:
+            return self._classes(prepared, top, 1)[0]
         return self._classes(prepared, top, batch_size)
 
     def _classes(self, prepared, top, batch_size):
-        if not len(prepared):
+        if not len(keras.tree.flatten(prepared)[0]):
             return []
         outputs = self.predict(prepared, batch_size=batch_size, verbose=0)
         names = self.preprocessor.class_names
@@ -339,9 +366,7 @@ class ImageClassifier(MoETask, HubClassifier):
         experts = head.gate.expert_types.total
         offsets = np.asarray(offsets, "float32")
         if offsets.shape != (experts,) or not np.isfinite(offsets).all():
-            raise ValueError(
-                f"Expected finite offsets of shape ({experts},); received: {offsets}"
-            )
+            raise unfit(f"finite offsets of shape ({experts},)", offsets)
         before = head.edited_outputs
         outputs = before if output in before else (*before, output)
         config = self.get_config()
@@ -353,6 +378,35 @@ class ImageClassifier(MoETask, HubClassifier):
         table[:, outputs.index(output)] += offsets
         edited.head.logit_offsets.assign(table)
         return edited
+
+    def compute_loss(
+        self,
+        x: object = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        if y is not None and self._has_members(y_pred):
+            # Their mean loss.
+            members, classes = y_pred.shape[1:]
+            y_pred = keras.ops.reshape(y_pred, (-1, classes))
+            y, sample_weight = (
+                None if each is None else keras.ops.repeat(each, members, axis=0)
+                for each in (y, sample_weight)
+            )
+        return super().compute_loss(x, y, y_pred, sample_weight, training)
+
+    def compute_metrics(
+        self, x: object, y: object, y_pred: Any, sample_weight: object = None
+    ) -> dict[str, Any]:
+        if self._has_members(y_pred):
+            y_pred = self.members_mean.mean(y_pred)
+        return super().compute_metrics(x, y, y_pred, sample_weight)
+
+    def _has_members(self, outputs):
+        """Whether outputs are an ensemble's in training, (B, M, C)."""
+        return self.backbone.ensemble_size > 1 and len(outputs.shape) == 3
 
     def _checked_loss(self, loss):
         return loss_of_outputs(loss, self.output_activation is None)
@@ -400,10 +454,11 @@ class ImageClassifier(MoETask, HubClassifier):
     ) -> list[Part]:
         check_integer("num_classes", config["num_classes"])
         parts, shape = [], (num_tokens, dim)
+        members = getattr(moe_config(backbone_config["moe"]), "ensemble_size", 1)
         for name, layer in head_layers(backbone_config, "float32", **config).items():
             cost = layer_cost(layer, shape)
             if cost.parameters:
-                parts.append(Part(name, _KINDS[name], *cost))
+                parts.append(Part(name, _KINDS[name], *cost).of_members(members))
             shape = (1, getattr(layer, "units", shape[-1]))
         return parts
 
@@ -465,14 +520,15 @@ class MixerImageClassifier(ImageClassifier):
 def _preprocessor(source, config, overrides, backbone_config):
     """Returns the source's preprocessor for the model's size and classes."""
     shape, num_classes = backbone_config["image_shape"], overrides.get("num_classes")
-    default = ImagePreprocessor(shape, class_names=source.class_names)
+    own = budget(backbone_config)
+    default = ImagePreprocessor(shape, class_names=source.class_names, **own)
     preprocessor = config.get("preprocessor", default)
     if not isinstance(preprocessor, ImagePreprocessor):
         return preprocessor
     if source.kind == SAVED and num_classes is not None:
         # Other classes, even if there are as many.
         preprocessor = dataclasses.replace(preprocessor, class_names=None)
-    return preprocessor.adapted(shape, num_classes)
+    return preprocessor.adapted(shape, num_classes, **own)
 
 
 def _adapt_head(config, source, overrides, backbone_config):

@@ -13,8 +13,12 @@ from keras_moe._checks import check_argument_names, check_integer, unfit
 from keras_moe._types import Config, Tensor
 from keras_moe.layers import AttentionPooling, LayerNorm
 from keras_moe.layers._layer import Layer, inner_call, projection
+from keras_moe.models.backbones.config import check_no_ensemble
 from keras_moe.models.backbones.vit import ViTBackbone
+from keras_moe.models.loading._sources import ModelSource, TaskConfig
 from keras_moe.models.loading.blueprint import Part
+from keras_moe.models.preprocessing.images import ImagePreprocessor
+from keras_moe.models.preprocessing.patches import budget
 from keras_moe.models.registry import register_task
 from keras_moe.models.tasks.base import MoETask, check_task
 from keras_moe.ops._initializers import initial_values
@@ -34,6 +38,7 @@ class _TeacherHead(Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
+        self.supports_masking = True
         self.dim = check_integer("dim", dim)
         self.num_heads, self.mlp_dim = num_heads, mlp_dim
         if num_heads is None and mlp_dim is not None:
@@ -64,14 +69,18 @@ class _TeacherHead(Layer):
         if self.pooler is not None:
             self.pooler.build(shape)
 
-    def call(self, tokens: Tensor) -> tuple[Any, Any]:
+    def call(self, tokens: Tensor, mask: Tensor | None = None) -> tuple[Any, Any]:
         x = inner_call(self.norm, inner_call(self.hidden, tokens))
         x = inner_call(self.output_dense, ops.gelu(x, approximate=False))
-        return x, x[:, 0] if self.pooler is None else self.pooler(x)
+        return x, x[:, 0] if self.pooler is None else self.pooler(x, mask=mask)
 
-    def compute_output_shape(self, input_shape):
-        batch, length, _ = input_shape
-        return (batch, length, self.dim), (batch, self.dim)
+    def compute_mask(self, tokens, previous_mask=None):
+        return None, None
+
+    def compute_output_spec(self, tokens, mask=None):
+        batch, length, _ = tokens.shape
+        shapes = (batch, length, self.dim), (batch, self.dim)
+        return tuple(keras.KerasTensor(x, self.compute_dtype) for x in shapes)
 
     def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         num_tokens, dim = shape
@@ -117,13 +126,13 @@ class TeacherFeatures(MoETask, keras_hub.models.Task):
         **kwargs: `name` and `trainable`, and `preprocessor`.
 
     Output shape: dict of `"<teacher>"`, summaries (B, T), and `"<teacher>_grid"`,
-    patches (B, rows, columns, T). `features` has these and the backbone's own.
+    patches (B, rows, columns, T), or for images of any shape `"<teacher>_patches"`
+    (B, L, T). `features` has these and the backbone's own.
 
     Reference: *SigLino*.
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import models
     >>> backbone = models.ViTBackbone(
     ...     image_shape=(8, 8, 3), patch_size=4, hidden_dim=8, num_layers=1,
@@ -156,15 +165,18 @@ class TeacherFeatures(MoETask, keras_hub.models.Task):
             if not is_name or not isinstance(settings, dict) or "dim" not in settings:
                 raise unfit("names with dicts of at least dim", teachers=teachers)
             check_argument_names(settings, list(_SETTINGS), "a teacher")
-            own = {name, f"{name}_grid"}
+            own = {name, f"{name}_grid", f"{name}_patches"}
             if own & taken:
                 expected = f"names that are no features, such as {sorted(taken)}"
                 raise unfit(expected, name=name)
             taken |= own
+        check_no_ensemble(backbone.moe)
         if not backbone.class_token:
             raise unfit("a backbone with a class token", class_token=False)
 
         # === Layers ===
+        if isinstance(preprocessor, ImagePreprocessor):
+            preprocessor.check_model(backbone)
         self.backbone, self.preprocessor = backbone, preprocessor
         config = backbone.config
         with initial_values(config.seed, type(self).__name__):
@@ -173,13 +185,13 @@ class TeacherFeatures(MoETask, keras_hub.models.Task):
 
             # === Functional model ===
             encoded = backbone(backbone.input)
-            features = {name: head(encoded) for name, head in heads.items()}
-        outputs, first = {}, 1 + config.register_tokens
+            mask = backbone.token_mask(backbone.input)
+            features = {name: head(encoded, mask=mask) for name, head in heads.items()}
+        outputs: dict[str, Any] = {}
         for name, (tokens, summary) in features.items():
-            patches = ops.reshape(
-                tokens[:, first:], (-1, *backbone.grid, tokens.shape[-1])
-            )
-            outputs.update({name: summary, f"{name}_grid": patches})
+            outputs[name] = summary
+            for kind, patches in backbone.patches_of(tokens).items():
+                outputs[f"{name}_{kind}"] = patches
         features = {**backbone.features, **outputs}
         super().__init__(
             backbone.input, outputs, features, dict(backbone.routing), **kwargs
@@ -187,6 +199,17 @@ class TeacherFeatures(MoETask, keras_hub.models.Task):
 
         # === Config ===
         self.teachers = {name: dict(x) for name, x in teachers.items()}
+
+    @classmethod
+    def config_from(
+        cls, source: ModelSource, overrides: dict, backbone_config: dict
+    ) -> TaskConfig:
+        config = {**source.task_config(), **overrides}
+        images = config.get("preprocessor")
+        if isinstance(images, ImagePreprocessor) and "preprocessor" not in overrides:
+            shape = backbone_config["image_shape"]
+            config["preprocessor"] = images.adapted(shape, **budget(backbone_config))
+        return TaskConfig(config)
 
     def get_config(self):
         return {**super().get_config(), "teachers": dict(self.teachers)}

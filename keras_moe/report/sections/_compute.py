@@ -4,7 +4,6 @@ from collections import defaultdict
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 
 from keras_moe.analysis.plots import (
     plot_compute_maps,
@@ -15,7 +14,7 @@ from keras_moe.analysis.plots import (
 from keras_moe.analysis.routing import RoutingScores, of_patches, type_loads
 from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
 from keras_moe.report import section
-from keras_moe.report._markup import drawable
+from keras_moe.report._markup import drawable, parts
 
 # Images in a figure, layers with histograms of scores, and examples in these.
 _IMAGES, _PANELS, _SCORED = 3, 4, 64
@@ -251,18 +250,13 @@ class Compute(section.LayerSection):
         if not self._words:
             return []
         words = sorted(self._top_words(), key=lambda pair: -pair[1][1] / pair[1][0])
-        chips = Markup(" ").join(
-            Markup('<span class="chip">{}<sub>{:.2f}</sub></span>').format(
-                word, total / count
-            )
-            for word, (count, total) in words
-        )
+        chips = [("", word, f"{total / count:.2f}") for word, (count, total) in words]
         text = (
             f"The {len(words)} most frequent of {len(self._words):,} words, each with "
             "the mean number of FFN experts over layers; those with most compute come "
             "first."
         )
-        return [text, section.Html(Markup('<p class="chips">{}</p>').format(chips))]
+        return [text, section.Html(parts().chips(chips))]
 
     def _findings(self):
         tokens = sum(counts.tokens for counts in self.counts.values())

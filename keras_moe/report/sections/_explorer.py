@@ -97,7 +97,11 @@ class Explorer(Section):
             f"{len(examples)} of {self._reservoir.seen:,} examples, the first {shown} "
             "of them as maps; the chooser, which needs JavaScript, has all."
         )
-        body = [Html(self._pictures(examples) + _chooser() + data), Html(maps), text]
+        body = [
+            Html(self._pictures(examples) + _markup.parts().chooser() + data),
+            Html(maps),
+            text,
+        ]
         return SectionContent(body, {"examples": _routing_data(examples, attention)})
 
     def _attention(self, examples):
@@ -122,23 +126,13 @@ class Explorer(Section):
             return Markup("")
         rows, columns = self.model.grid
         most = min(_BYTES, _ALL_BYTES // max(len(examples), 1))
-        images = Markup("").join(
-            Markup(
-                '<image id="{}" width="{}" height="{}" href="{}" '
-                'preserveAspectRatio="none"/>'
-            ).format(
-                example.picture(number),
-                _markup.CELL * columns,
-                _markup.CELL * rows,
-                image_uri(example.image, most),
-            )
+        images = {
+            example.picture(number): image_uri(example.image, most)
             for number, example in examples.items()
             if example.image is not None
-        )
-        return Markup(
-            '<svg class="pictures" width="0" height="0" aria-hidden="true"><defs>{}'
-            "</defs></svg>"
-        ).format(images)
+        }
+        cell = _markup.CELL
+        return _markup.parts().pictures(images, cell * columns, cell * rows)
 
     def _data(self, examples, names, kept, attention):
         """The script's data."""
@@ -200,8 +194,8 @@ class Explorer(Section):
         image, grid = example.picture(number), self.model.grid or (1, 1)
         rows, chips = Markup(""), Markup("")
         if example.image is not None:
-            nothing = Markup("")
-            rows += _markup.map_figure(grid, image, nothing, "The image", "the image")
+            whole = (grid, _markup.CELL, image, "the image", "The image")
+            rows += _markup.parts().map(*whole)
         if attention is not None:
             times = f"{attention.max() / attention.mean():.1f}"
             title = f"attention rollout: up to {times} times the mean"
@@ -220,16 +214,9 @@ class Explorer(Section):
                     rows += _soft_maps(routing, grid, image, layer)
                 else:
                     rows += _markup.expert_map(routing.heaviest(), grid, image, layer)
-        note = ""
         if len(chosen) < len(layers):
-            note = f" ({len(chosen)} of {len(layers)} layers)"
-        caption = Markup("")
-        if example.caption is not None:
-            caption = Markup("<p>{}</p>").format(example.caption)
-        return Markup(
-            '<article class="example"><h3>{}{}</h3>{}<div class="maps">{}</div>{}'
-            "</article>"
-        ).format(name, note, caption, rows, chips)
+            name = f"{name} ({len(chosen)} of {len(layers)} layers)"
+        return _markup.parts().example(name, example.caption, rows, chips)
 
 
 def _routing_data(examples, attention):
@@ -317,23 +304,3 @@ def _soft_maps(routing, grid, image, layer):
     if routing.values.shape[1] > _EXPERTS:
         maps += escape(f"{_EXPERTS} of {routing.values.shape[1]} experts")
     return maps
-
-
-def _chooser():
-    """The controls and the drawing that the script fills."""
-    selects = Markup("").join(
-        Markup('<label>{} <select id="explorer-{}"></select></label> ').format(
-            label, label.lower()
-        )
-        for label in ("Example", "Layer", "Expert", "Token")
-    )
-    return Markup(
-        '<div id="explorer-chooser" class="explorer" hidden><p class="controls">{}'
-        '<button type="button" id="explorer-back">Previous layer</button> '
-        '<button type="button" id="explorer-on">Next layer</button></p>'
-        '<div class="side"><figure><svg id="explorer-map" role="img"></svg>'
-        '<p class="chips" id="explorer-words"></p>'
-        '<figcaption id="explorer-says" aria-live="polite"></figcaption></figure>'
-        '<figure id="explorer-attention" class="attention" hidden>'
-        '<svg role="img"></svg><figcaption></figcaption></figure></div></div>'
-    ).format(selects)

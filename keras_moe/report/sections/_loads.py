@@ -89,10 +89,13 @@ def demand(block: Block, record: Any, counts: np.ndarray) -> np.ndarray:
     if block.pruning not in (None, "router_pred_skip"):
         # Tokens choose the best of the remaining experts.
         affinity = np.where(is_present, affinity, -np.inf)
-    chosen = np.argsort(-affinity, axis=1, kind="stable")
-    chosen = chosen[:, : block.num_selected_experts or 1]
-    result = np.zeros_like(served)
-    np.put_along_axis(result, chosen, 1.0, axis=1)
+    # Each member of an ensemble chooses among its own experts.
+    affinity = affinity.reshape(len(affinity), block.members, -1)
+    chosen = np.argsort(-affinity, axis=-1, kind="stable")
+    chosen = chosen[..., : (block.num_selected_experts or 1) // block.members]
+    result = np.zeros_like(affinity, served.dtype)
+    np.put_along_axis(result, chosen, 1.0, axis=-1)
+    result = result.reshape(served.shape)
     # Served choices count, in case a router chooses by another rule. A choice of a
     # pruned expert is lost, not dropped by a capacity.
     return np.maximum(np.where(is_present, result, 0.0), served)

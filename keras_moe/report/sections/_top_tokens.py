@@ -4,12 +4,11 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
-from markupsafe import Markup
 
 from keras_moe.analysis.routing import of_patches
 from keras_moe.report import section
 from keras_moe.report._figures import draw_patches
-from keras_moe.report._markup import COLOURS, patch_tile, sheet_of, sprite_figure
+from keras_moe.report._markup import COLOURS, parts, patch_tile, sheet_of, sprite_figure
 from keras_moe.report.model import IMAGE, TEXT
 
 _MOST_LAYERS, _MOST_EXPERTS = 6, 32
@@ -272,23 +271,14 @@ def _weights(record, block):
 
 def _word_cards(block, best):
     """A card with each expert's words, and the data."""
-    cards, data = Markup(""), []
+    cards, data = [], []
     for row, expert in enumerate(best.experts):
         heaviest, lifted = best.by_weight(row), best.by_lift(row)
         contexts = [f"{word.context} {word.score:.2f}" for word in heaviest]
         lifts = [f"{word.word} {word.score:.1f}x" for word in lifted]
-        cards += Markup(
-            '<article class="c{}"><h4>Expert {}</h4><p>{}</p>{}{}</article>'
-        ).format(
-            int(expert) % COLOURS,
-            block.expert_name(expert),
-            " · ".join(word.word for word in heaviest) or "no word",
-            _line("<p>More often than others: {}</p>", lifts),
-            _line(
-                "<details><summary>In captions</summary>{}</details>",
-                contexts[:_MOST_CONTEXTS],
-            ),
-        )
+        colour, name = f"c{int(expert) % COLOURS}", block.expert_name(expert)
+        texts = ([word.word for word in heaviest], lifts, contexts[:_MOST_CONTEXTS])
+        cards.append((colour, name, *map(" · ".join, texts)))
         data.append(
             {
                 "expert": int(expert),
@@ -301,9 +291,4 @@ def _word_cards(block, best):
         "more often than the other experts do, by what factor, and the first words in "
         "their captions. Punctuation is left out."
     )
-    cards = Markup('<div class="words">{}</div>').format(cards)
-    return [text, section.Html(cards)], data
-
-
-def _line(template, texts):
-    return Markup(template).format(" · ".join(texts)) if texts else ""
+    return [text, section.Html(parts().words(cards))], data

@@ -131,6 +131,66 @@ def test_dinos_with_registers_and_gates(tmp_path, name):
             assert_same(value, state[key])
 
 
+@pytest.mark.every_backend
+def test_siglip2_of_any_image_shape(tmp_path):
+    """NaFlex's towers, in and back out with the same tensors."""
+    reference = published.transformers_siglip2()
+    reference.save_pretrained(tmp_path / "source")
+    model = models.from_preset(str(tmp_path / "source"))
+    generator = np.random.default_rng(0)
+    grids = np.array([[2, 3], [4, 4], [1, 1], [5, 2]][: len(IDS)])
+    mask = np.arange(16) < grids.prod(axis=1)[:, None]
+    patches = generator.uniform(-1, 1, (*mask.shape, 48)).astype("float32")
+    ids = {"token_ids": IDS, "padding_mask": np.ones_like(IDS)}
+    with torch.no_grad():
+        expected = reference(
+            torch.tensor(IDS),
+            torch.tensor(patches),
+            torch.tensor(mask),
+            torch.tensor(grids),
+        )
+    images = {"patches": patches, "grids": grids}
+    received = model.predict({**images, **ids}, verbose=0)
+    for name, own in (("image_embeds", "image"), ("text_embeds", "text")):
+        assert_close(received[f"{own}_embeddings"], expected[name], **TOLERANCE)
+    logits = model.similarity(images, ids)
+    assert_close(logits, expected.logits_per_image, **TOLERANCE)
+    assert model.image_preprocessor.max_patches == 16
+    models.export_weights(model, "transformers", tmp_path / "exported")
+    again = type(reference).from_pretrained(tmp_path / "exported")
+    for key, value in again.state_dict().items():
+        assert_same(value, reference.state_dict()[key])
+    # For images of one shape, the same weights.
+    fixed = models.from_preset(str(tmp_path / "source"), max_patches=None)
+    pixels_of = patches[1].reshape(4, 4, 4, 4, 3).swapaxes(1, 2).reshape(1, 16, 16, 3)
+    own = fixed.encode_images(pixels_of)[0]
+    assert_close(own, received["image_embeddings"][1], **TOLERANCE)
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("registers", [False, True])
+def test_dinov2_at_the_size_of_its_preprocessor(tmp_path, registers):
+    """As at 224 pixels with positions of 518: a grid of 16 in place of 37."""
+    sizes = {"image_size": 74, "patch_size": 2, "num_hidden_layers": 1}
+    reference = published.transformers_dinov2(registers, **sizes)
+    reference.save_pretrained(tmp_path)
+    content = {"crop_size": {"height": 32, "width": 32}, "size": {"shortest_edge": 37}}
+    content |= {"image_mean": HALF, "image_std": HALF}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
+    model, report = models.convert(str(tmp_path))
+    assert model.image_shape == (32, 32, 3)
+    assert report.arguments["image_shape"] == (74, 74, 3)
+    for shape in ((32, 32, 3), (12, 30, 3), (160, 160, 3)):
+        images = published.random_images(shape, 1)
+        model = models.from_preset(str(tmp_path), image_shape=shape)
+        with torch.no_grad():
+            expected = reference(torch.tensor(images.transpose(0, 3, 1, 2)))
+        assert_close(predict(model, images), expected.last_hidden_state, **TOLERANCE)
+    classifier = models.from_preset(str(tmp_path), num_classes=2)
+    assert classifier.preprocessor.image_shape == (32, 32, 3)
+    assert classifier.preprocessor.center_crop == 32 / 37
+
+
 @pytest.mark.parametrize(("name", "word"), [
     ("encoder.layer.1.norm1.weight", "num_hidden_layers=1"),
 ])  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from keras_moe import models
 from tests import golden
 from tests.compare import assert_close, assert_same
-from tests.published import CHECKPOINTS, part, predict, refused, write_vmoe
+from tests.published import CHECKPOINTS, part, predict, write_vmoe
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -119,12 +119,6 @@ def test_the_names_of_big_vision_and_linen(tmp_path):
         expected["outputs/logits"],
         **TOLERANCE,
     )
-
-
-def test_an_ensemble_of_experts_is_another_model(tmp_path):
-    for path in (CHECKPOINTS / "vmoe_tiny").iterdir():
-        shutil.copy(path, tmp_path / path.name.replace("vmoe_tiny", "eee_s32"))
-    refused(str(tmp_path / "eee_s32"), "ensemble", "eee_s32")
 
 
 @pytest.mark.parametrize("case", ["map_pooling_no_bias", "moe_both_towers"])

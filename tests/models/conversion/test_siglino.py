@@ -1,6 +1,8 @@
 """SigLino's encoders, and the features of its teachers, by its released code."""
 
+import importlib
 import json
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -18,6 +20,7 @@ from tests.training_gradients import training_gradients
 
 CASES = golden.cases("19_siglino/*")
 MOE, DENSE = "19_siglino/moe_top2", "19_siglino/dense_plain_norm"
+PADDED = "19_siglino/moe_padded"
 TEACHERS = ("siglip2", "dinov3")
 
 
@@ -73,6 +76,39 @@ def test_features_are_those_of_the_release(tmp_path, case):
     assert_same(again.predict(images, verbose=0)["siglip2"], features["siglip2"])
     trained = sum(int(np.prod(x.shape)) for x in model.trainable_weights)
     assert models.describe(model).parameters == trained
+
+
+@pytest.mark.every_backend
+def test_images_of_two_shapes_in_one_batch(tmp_path):
+    _, arrays = released(PADDED, tmp_path)
+    patches, grids = arrays["inputs/patches"], arrays["inputs/spatial_shapes"]
+    model = models.from_preset(str(tmp_path), max_patches=patches.shape[1])
+    assert model.preprocessor.interpolation == "bicubic"
+    features = features_of(model, {"patches": patches, "grids": grids})
+    real = arrays["inputs/padding_mask"].astype(bool)
+    assert not real.all()
+    names = {"siglino": ("pooled", "patches")}
+    names |= {name: (name, f"{name}_patches") for name in TEACHERS}
+    for name, (summary, kind) in names.items():
+        expected = arrays[f"outputs/summary_features/{name}"]
+        assert_close(features[summary], expected, 1e-4, 2e-5)
+        expected = arrays[f"outputs/patch_features/{name}"]
+        assert_close(features[kind][real], expected[real], 1e-4, 2e-5)
+
+
+def test_the_form_that_benchmarks_compare_with(tmp_path, monkeypatch):
+    """The release's loop over experts in PyTorch gives the release's numbers."""
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "tools" / "benchmark"))
+    forms = importlib.import_module("encoder_forward")
+    images, arrays = released(MOE, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    official = forms.OfficialSigLino(golden.part(arrays, "state_dict/"), config)
+    rows, columns = arrays["inputs/spatial_shapes"][0]
+    patches = forms.patches_of(images, config["patch_size"])
+    received = official(patches, int(rows), int(columns))
+    expected = arrays["outputs/patch_features/siglino"]
+    assert_close(received[:, 5:].numpy(), expected, 1e-4, 2e-5)
 
 
 @pytest.mark.parametrize("case", every_backend_for([MOE], "moe_top2"))

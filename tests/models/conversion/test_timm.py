@@ -5,12 +5,15 @@ import json
 import keras
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from keras_moe import models
 from keras_moe.models import ImagePreprocessor
 from tests import golden
+from tests.backends import every_backend_for
 from tests.compare import assert_close, assert_same
 from tests.published import predict, refused, timm_folder, values, write_folder
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -241,3 +244,56 @@ def test_sizes_are_those_of_the_tensors(tmp_path, name, value):
 def test_names_of_no_known_model(tmp_path):
     folder = write_folder(tmp_path, {"layer1.weight": np.zeros(3)})
     refused(folder, "layer1.weight", "the names of a ViT")
+
+
+DINOV3 = ["dinov3", "dinov3_gated", "lingbot"]
+
+
+@pytest.mark.parametrize("case", every_backend_for(DINOV3, "dinov3_gated"))
+def test_dinov3_in_and_out(tmp_path, case):
+    """LingBot's is the same layout; all but the first have biases of queries."""
+    arrays, info = golden.load(f"12_timm/{case}")
+    config = {name: info[name] for name in ("architecture", "global_pool")}
+    folder = timm_folder(tmp_path / "source", case, **config, num_classes=None)
+    for end in ("", "_wide"):
+        images = arrays[f"inputs/{end[1:] or 'images'}"]
+        model = models.from_preset(folder, image_shape=images.shape[1:])
+        backbone = getattr(model, "backbone", model)
+        expected = arrays[f"outputs/forward_features{end}"]
+        assert_close(predict(backbone, images), expected, 1e-5, 1e-5)
+        if model is not backbone:
+            assert_close(predict(model, images), arrays[f"outputs/logits{end}"], 1e-5)
+    model = models.from_preset(folder)
+    models.export_weights(model, "timm", tmp_path / "exported")
+    tensors = load_file(tmp_path / "exported" / "model.safetensors")
+    expected = golden.part(arrays, "state_dict/")
+    assert tensors.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_same(tensors[name], value)
+    content = json.loads((tmp_path / "exported" / "config.json").read_text())
+    # As timm's own models are made, so that it reads them.
+    expected = {"mlp_ratio": 4.0, **info["kwargs"]}
+    received = {**content["model_args"], "num_classes": content["num_classes"]}
+    assert {name: received[name] for name in expected} == expected
+    assert received["qkv_bias"] == (case != "dinov3")
+    again = models.from_preset(str(tmp_path / "exported"))
+    images = arrays["inputs/images"]
+    assert_same(predict(again, images), predict(model, images))
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"key_bias": True}, "key_bias=False"),
+    ({"position_embedding": "learned"}, "position_embedding='rotary_2d'"),
+    ({"register_tokens": 0}, "register_tokens=1"),
+    ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-05"),
+    ({"moe": {"moe_layers": [0], "num_experts": 2}}, "moe="),
+])  # fmt: skip
+def test_what_timms_dinov3_has_not(tmp_path, arguments, message):
+    sizes = {
+        "image_shape": (8, 8, 3), "patch_size": 4, "hidden_dim": 8, "num_layers": 1,
+        "num_heads": 1, "mlp_dim": 8, "register_tokens": 1, "key_bias": False,
+        "position_embedding": "rotary_2d", "layer_norm_epsilon": 1e-5,
+        "activation": "gelu", "layer_scale_initial_value": 1e-5,
+    }  # fmt: skip
+    backbone = models.ViTBackbone(**{**sizes, **arguments})
+    refuses(message, models.export_weights, backbone, "timm", tmp_path / "x")

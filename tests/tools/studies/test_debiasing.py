@@ -13,8 +13,6 @@ from tools.studies.mumoe_editing import (
     fairness_metrics,
 )
 
-to_numpy = ops.convert_to_numpy
-
 
 def test_fairness_by_hand():
     #          target 1, attribute 0 | 1, 1    | 0, 0 | 0, 1

@@ -35,9 +35,6 @@ def test_a_regression_on_two_images_by_hand():
     np.testing.assert_allclose(
         image_vectors @ text_vectors.T, [weights[::-1]], rtol=1e-5
     )
-
-
-def test_a_caption_of_unknown_letters_is_a_vector():
     embeddings = kernel_ridge_embeddings(
         pixels(0, 4), ["ab", "cd"], pixels(1, 3), ["ab", "wxyz"]
     )

@@ -85,14 +85,11 @@ def test_seeds_begin_anew_and_perplexities_are_those_of_evaluate(source):
     )
 
 
-def test_time_until_a_perplexity():
+def test_figures_by_hand():
     curve = [[1, 1.0, 100.0], [2, 2.0, 50.0], [3, 3.0, 25.0]]
     assert language._seconds_until(curve, 50.0) == 2.0
     assert language._seconds_until(curve, np.sqrt(50.0 * 25.0)) == pytest.approx(2.5)
     assert language._seconds_until(curve, 20.0) == float("inf")
-
-
-def test_information_of_shuffled_groups_does_not_count():
     draw = np.random.default_rng(1)
     experts = draw.integers(4, size=400)
     assert language._explained(experts, experts) > 0.95

@@ -137,31 +137,28 @@ def test_capacities_and_normalisations_differ_at_evaluation(folder):
     assert clip_up.evaluated_with_capacity(own) is own
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("limoe --only other", "rows of each part"),
-        ("limoe --parts losses --selected 2", "the part selected"),
-        ("limoe --parts thresholds --text-experts 9", "from 1 to 4"),
-        ("limoe --epochs 2 --steps 3", "--epochs or --steps"),
-        ("limoe --recipe vmoe_digits", "a recipe of pairs"),
-        ("limoe --set auxiliary_losses={}", "thresholds for image and text"),
-        ("clip-up --epochs 1", "at least two epochs"),
-        ('clip-up --set image={"moe_layers":null}', "experts in both"),
-        ("mumoe --experts 0", "--experts"),
-        ("moepp --parts training --only tau=7", "tau=7"),
-        ("moepp --parts speed --kinds 0 1 1 2", "num_experts=0"),
-        ("moepp --kinds 8 0 0 0", "zero-computation experts"),
-        ("moepp --constants -1", "--constants"),
-        ("moepp --taus 0", "above 0; received: 0"),
-        ("moepp --parts costs --only vanilla", "Expected the part training with"),
-        ("moepp --parts costs speed --constants 1", "--parts costs speed"),
-        ("routers --set hidden=16", "hidden_dim"),
-        ("routers --set router=soft", "arguments that the study does not set"),
-        ("routers --batch-size 500", "1347 and 450 images, batch_size=500"),
-        ("routers --test-split validation", "split='validation'"),
-    ],
-)
+@pytest.mark.parametrize(("command", "message"), [
+    ("limoe --only other", "rows of each part"),
+    ("limoe --parts losses --selected 2", "the part selected"),
+    ("limoe --parts thresholds --text-experts 9", "from 1 to 4"),
+    ("limoe --epochs 2 --steps 3", "--epochs or --steps"),
+    ("limoe --recipe vmoe_digits", "a recipe of pairs"),
+    ("limoe --set auxiliary_losses={}", "thresholds for image and text"),
+    ("clip-up --epochs 1", "at least two epochs"),
+    ('clip-up --set image={"moe_layers":null}', "experts in both"),
+    ("mumoe --experts 0", "--experts"),
+    ("moepp --parts training --only tau=7", "tau=7"),
+    ("moepp --parts speed --kinds 0 1 1 2", "num_experts=0"),
+    ("moepp --kinds 8 0 0 0", "zero-computation experts"),
+    ("moepp --constants -1", "--constants"),
+    ("moepp --taus 0", "above 0; received: 0"),
+    ("moepp --parts costs --only vanilla", "Expected the part training with"),
+    ("moepp --parts costs speed --constants 1", "--parts costs speed"),
+    ("routers --set hidden=16", "hidden_dim"),
+    ("routers --set router=soft", "arguments that the study does not set"),
+    ("routers --batch-size 500", "1347 and 450 images, batch_size=500"),
+    ("routers --test-split validation", "split='validation'"),
+])  # fmt: skip
 def test_bad_arguments_end_with_a_line(mistake, folder, tmp_path, command, message):
     study, *arguments = command.split()
     own = {

@@ -104,23 +104,6 @@ def test_damaged_arrays_are_no_result(new_study, damage):
     assert study.arrays(run)["gates"].shape == (300,)
 
 
-def test_an_interrupted_study_resumes(new_study, capsys):
-    trainings = [Training() for _ in range(3)]
-    runs = [Run("vanilla", seed, {}, x) for seed, x in enumerate(trainings)]
-
-    def interrupt(on_progress):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        new_study().finish_all([*runs[:2], runs[2]._replace(make=interrupt)])
-    assert "finished before" not in capsys.readouterr().out
-    results = new_study().finish_all(runs)
-    assert [training.count for training in trainings] == [1, 1, 1]
-    assert len(results["vanilla"]) == 3
-    assert "2 of 3 runs were finished before" in capsys.readouterr().out
-    assert not list(new_study().runs.glob("*.part"))
-
-
 class Sum(Part):
     def __init__(self, study, value):
         super().__init__(study)

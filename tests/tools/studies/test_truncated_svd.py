@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-from keras import ops
 
+from tests.compare import assert_same, to_numpy
 from tests.small_models import ONE_BLOCK, classifier, images, with_weights
 from tools.studies.truncated_svd import truncated_svd
 
-to_numpy = ops.convert_to_numpy
 LABELS = np.arange(24) % 3
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
@@ -23,8 +22,7 @@ def test_truncated_svd_evaluates_the_best_approximation():
     inputs = images(24, 16, 8, 2)
     before = [to_numpy(w).copy() for w in model.weights]
     actual = truncated_svd(model, inputs, LABELS, [0.25, 1.0], metric="loss")
-    for weight, value in zip(model.weights, before):
-        np.testing.assert_array_equal(to_numpy(weight), value)
+    assert_same(model.weights, before)
     assert {name.split("/")[-1] for name in actual.kernels} == {
         "hidden_kernel",
         "output_kernel",
