@@ -22,7 +22,6 @@ from rich.console import Console
 
 from keras_moe import analysis, data, evaluation, models, training
 from keras_moe.cli._arguments import RESUMES, Result, add_count, add_data, positive
-from keras_moe.cli.evaluate import accuracy
 from keras_moe.cli.train import backend_and_versions
 from keras_moe.training._upcycled import copy_weights
 from tools.studies import plots
@@ -32,6 +31,7 @@ from tools.studies.study import (
     Run,
     Study,
     Watch,
+    accuracy,
     add_parts,
     add_training,
     arrays_as_weights,

@@ -314,6 +314,11 @@ def spread_of(results: Sequence[dict], name: str) -> dict[str, float]:
     return spread([result[name] for result in results])
 
 
+def accuracy(logits: np.ndarray, labels: np.ndarray) -> float:
+    """The share of rows whose largest logit is the label's."""
+    return float((logits.argmax(axis=-1) == labels).mean())
+
+
 def percent(value: dict[str, float], digits: int = 1) -> str:
     """A spread of shares as text: mean and standard deviation in percent."""
     return f"{100 * value['mean']:.{digits}f}±{100 * value['std']:.{digits}f}"
