@@ -289,8 +289,9 @@ class TokenChoiceRouter(SparseRouter):
         is_last: Any = True
         if self.passes_per_step > 1:
             # The load of all passes of a step whose gradients are accumulated.
-            passes = ops.convert_to_tensor(self.num_passes)
-            load = load + ops.where(passes > 0, self.expert_load, 0.0)
+            states = (self.num_passes, self.expert_load)
+            passes, before = map(ops.convert_to_tensor, states)
+            load = load + ops.where(passes > 0, before, 0.0)
             is_last = passes + 1 >= self.passes_per_step
             self.num_passes.assign(ops.where(is_last, 0.0, passes + 1))
         self.expert_load.assign(load)

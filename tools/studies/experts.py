@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+from rich import box
 from rich.console import Console
 
 from keras_moe import analysis, data, evaluation, models, training
@@ -473,22 +474,19 @@ class Comparison(Part):
         for title, rows in results.items():
             table = new_table(
                 f"{self.name}: {title}",
-                *("model", "chosen", "parameters", "MFLOPs", "last loss"),
-                *("held out %", "test %", "difference", "NLL"),
-                *("load, training", "load, test"),
+                *("model", "MFLOPs", "test %", "difference", "NLL"),
+                *("load", "on test"),
+                box=box.SIMPLE_HEAD,
+                padding=(0, 1, 0, 0),
             )
             for label, row in rows.items():
                 loads = (row.get(f"{x}_load") for x in ("training", "largest"))
                 table.add_row(
-                    label,
-                    row["chosen"],
-                    f"{row['parameters']:,}",
+                    f"{label} {row['chosen']}".rstrip(),
                     f"{row['mflops']:.2f}",
-                    plus_minus(row["loss"], 3),
-                    percent(row["held_out"]),
                     percent(row["accuracy"]),
                     percent(row["difference"]),
-                    plus_minus(row["nll"], 3),
+                    f"{row['nll']['mean']:.3f}",
                     *(plus_minus(load) if load else "" for load in loads),
                 )
             console.print(table)
