@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import keras
 import numpy as np
 
+from keras_moe._errors import unfit
+
 if TYPE_CHECKING:
     from keras_moe._types import Config, Size, Tensor
 
@@ -19,12 +21,6 @@ T = TypeVar("T")
 
 # The largest seed that NumPy and `keras.utils.set_random_seed` accept.
 LARGEST_SEED = 2**32 - 1
-
-
-def unfit(expected: str, /, *texts: object, **received: object) -> ValueError:
-    """Returns the error that names what was expected and what was received."""
-    values = [*map(str, texts), *(f"{name}={x!r}" for name, x in received.items())]
-    return ValueError(f"Expected {expected}; received: {', '.join(values)}")
 
 
 def _expect(fits: object, what: str, name: str, value: object) -> None:

@@ -330,7 +330,7 @@ def _by_pairs(model, part, removals, images, labels, batch_size, verbose):
     if part.is_head:
         # With softmax every expert takes part in every image.
         step, rows_together = max(_PAIRS // len(experts), 1), _ROWS
-    bar = keras.utils.Progbar(len(labels), unit_name="image") if verbose else None
+    bar = keras.utils.Progbar(len(labels), verbose=bool(verbose), unit_name="image")
     for first in range(0, len(labels), step):
         of_step = labels[first : first + step]
         predicted = serving(before).predict(
@@ -356,8 +356,7 @@ def _by_pairs(model, part, removals, images, labels, batch_size, verbose):
             after = np.asarray(serving(scorer).predict_on_batch(inputs))[: len(row)]
             where = column if labels.ndim == 2 else (column, of_step[row])
             np.add.at(lost, where, whole[row] - after)
-        if bar is not None:
-            bar.update(min(first + step, len(labels)))
+        bar.update(min(first + step, len(labels)))
     return right, lost
 
 
@@ -377,7 +376,7 @@ def _by_passes(model, part, removals, images, labels, batch_size, verbose):
         return {id(x): zeroed(x, ops.take(kept, columns)) for x, columns in experts}
 
     threshold = _threshold(model)
-    bar = keras.utils.Progbar(len(removals), unit_name="expert") if verbose else None
+    bar = keras.utils.Progbar(len(removals), verbose=bool(verbose), unit_name="expert")
     before, lost, without = right(model), [], Hooked(model, hooks_of)
     for number, (removal, experts) in enumerate(removals):
         if removal == "output":
@@ -388,6 +387,5 @@ def _by_passes(model, part, removals, images, labels, batch_size, verbose):
             routers = [layer.router for layer in part.layers]
             hooks = {id(router): excluding(router, experts) for router in routers}
             lost.append(before - right(Hooked(model, hooks)))
-        if bar is not None:
-            bar.update(number + 1)
+        bar.update(number + 1)
     return before, np.stack(lost)

@@ -9,9 +9,9 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import ArrayLike
 from rich.console import Console
-from rich.table import Table
 
 from keras_moe._checks import check_one_of, unfit
+from keras_moe._tables import numbers_table
 from keras_moe._types import Tensor
 from keras_moe.ops import Routing, RoutingPlan, expert_choice, token_choice
 from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
@@ -158,12 +158,7 @@ def print_table(
     texts: Sequence[int] = (0,),
 ) -> None:
     """Prints a table, whose columns are numbers but for those of `texts`."""
-    table = Table(title=title)
-    for column, name in enumerate(head):
-        table.add_column(name, justify="left" if column in texts else "right")
-    for row in rows:
-        table.add_row(*map(str, row))
-    (console or Console()).print(table)
+    (console or Console()).print(numbers_table(title, head, rows, texts=texts))
 
 
 def expert_queues(

@@ -207,13 +207,12 @@ def expert_usage(
     """
     probe = UsageProbe(model, contributions, modality=modality)
     names = _group_names(groups, group_names)
-    bar = keras.utils.Progbar(None, unit_name="batch") if verbose else None
+    bar = keras.utils.Progbar(None, verbose=bool(verbose), unit_name="batch")
     total = None
     for number, (batch, owners) in enumerate(_batches(inputs, groups, batch_size)):
         usage = probe.count(batch, owners, names, mask)
         total = usage if total is None else merged_usage([total, usage])
-        if bar is not None:
-            bar.update(number + 1)
+        bar.update(number + 1)
     if total is None:
         raise ValueError("Expected at least one batch of inputs; received: none")
     return total

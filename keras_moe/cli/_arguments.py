@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from keras_moe._checks import unfit
+from keras_moe._errors import unfit
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 import keras_moe
-from keras_moe._checks import unfit
+from keras_moe._errors import unfit
 from keras_moe.cli._arguments import (
     FIRST,
     add_count,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras_moe
-from keras_moe._checks import unfit
+from keras_moe._errors import unfit
 from keras_moe.cli._arguments import FIRST, model_overrides
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def find_run(preset: str) -> tuple[str, dict]:
 def find_examples(
     args: argparse.Namespace, recipe: dict, options: Sequence[str] = PAIR_OPTIONS
 ) -> Examples:
-    from keras_moe._checks import check_argument_names, unfit
+    from keras_moe._checks import check_argument_names
 
     if args.data is None and not recipe:
         expected = "--data, or the folder of a run that says what it was trained on"

@@ -7,7 +7,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 import keras_moe
-from keras_moe._checks import unfit
+from keras_moe._errors import unfit
 from keras_moe.cli._arguments import (
     FIRST,
     Result,

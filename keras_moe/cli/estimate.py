@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import keras_moe
-from keras_moe._checks import unfit
+from keras_moe._errors import unfit
 from keras_moe.cli._arguments import (
     FIRST,
     Result,
@@ -252,22 +252,21 @@ def layouts(args: argparse.Namespace) -> "dict[int, Costs]":
 
 
 def comparison(args: argparse.Namespace, compared: "dict[int, Costs]") -> "Table":
-    from rich.table import Table
+    from keras_moe._tables import numbers_table
 
-    title = f"{args.preset} on {args.devices} x {args.chip}"
-    table = Table("expert_parallel", title=title)
-    for column in ("GiB per device", "fits", "all-to-all GB", "ms per step"):
-        table.add_column(column, justify="right")
-    for parallel, each in compared.items():
-        fastest, slowest = each.step_seconds
-        table.add_row(
-            str(parallel),
+    rows = [
+        (
+            parallel,
             f"{each.memory_bytes / 2**30:.1f}",
             "yes" if each.fits else "no",
             f"{each.traffic['all-to-all (tokens)'] / 1e9:.3f}",
-            f"{1e3 * fastest:,.0f} to {1e3 * slowest:,.0f}",
+            " to ".join(f"{1e3 * seconds:,.0f}" for seconds in each.step_seconds),
         )
-    return table
+        for parallel, each in compared.items()
+    ]
+    title = f"{args.preset} on {args.devices} x {args.chip}"
+    head = ("expert_parallel", "GiB per device", "fits", "all-to-all GB", "ms per step")
+    return numbers_table(title, head, rows)
 
 
 def as_json(each: "Costs") -> dict:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras_moe
-from keras_moe._checks import unfit
+from keras_moe._errors import unfit
 from keras_moe.cli._arguments import (
     Result,
     add_batch_size,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras_moe
-from keras_moe._checks import unfit
+from keras_moe._errors import unfit
 from keras_moe.cli._arguments import (
     RESUMES,
     Result,

@@ -64,12 +64,7 @@ class RandAugment:
     def __call__(self, images: Tensor, seed: Tensor) -> Tensor:
         """Augments TensorFlow tensors, inside `tf.data` or a `tf.function`."""
         if len(images.shape) == 4:
-            seeds = tf.random.experimental.stateless_split(seed, tf.shape(images)[0])
-            return tf.map_fn(
-                lambda pair: self(*pair),
-                (images, seeds),
-                fn_output_signature=tf.TensorSpec(images.shape[1:], "float32"),
-            )
+            return _each(self, images, seed, images.shape[1:])
         images = tf.cast(images, "float32")
         shape = images.shape
         # Only RGB images have colour to lose.
@@ -97,6 +92,14 @@ class RandAugment:
 
         # A loop in the graph, which takes several times as long to build unrolled.
         return tf.while_loop(lambda i, _: i < self.num_ops, apply, (0, images))[1]
+
+
+def _each(function, images, seed, shape):
+    """Augments each image of a batch by a seed of its own."""
+    seeds = tf.random.experimental.stateless_split(seed, tf.shape(images)[0])
+    signature = tf.TensorSpec(shape, "float32")
+    pairs = (images, seeds)
+    return tf.map_fn(lambda x: function(*x), pairs, fn_output_signature=signature)
 
 
 def _rand_augment_layers(magnitude: float) -> list[keras.layers.Layer]:
@@ -188,14 +191,8 @@ class RandomResizedCrop:
     def __call__(self, images: Tensor, seed: Tensor) -> Tensor:
         """Crops TensorFlow tensors."""
         if len(images.shape) == 4:
-            seeds = tf.random.experimental.stateless_split(seed, tf.shape(images)[0])
-            return tf.map_fn(
-                lambda pair: self(*pair),
-                (images, seeds),
-                fn_output_signature=tf.TensorSpec(
-                    (self.height, self.width, images.shape[-1]), "float32"
-                ),
-            )
+            shape = (self.height, self.width, images.shape[-1])
+            return _each(self, images, seed, shape)
         corner, sides = self._draw(tf.shape(images)[:2], seed)
         return self._resized(images, corner, sides, images.shape[-1])
 

@@ -13,10 +13,11 @@ from rich.console import Console
 
 from keras_moe._checks import argument_names, check_integer, check_one_of, unfit
 from keras_moe._compat import flatten_layers
+from keras_moe._tables import numbers_table
 from keras_moe.distribution._program import Program
 from keras_moe.distribution.auto import auto
 from keras_moe.distribution.chips import GENERATIONS, GIB
-from keras_moe.distribution.costs import STEP_NAMES, memory_table, numbers_table
+from keras_moe.distribution.costs import STEP_NAMES, memory_table
 from keras_moe.models import registry
 from keras_moe.models.loading.blueprint import resolve
 
@@ -109,10 +110,10 @@ class CompiledCosts(NamedTuple):
     def print(self, console: Console | None = None) -> None:
         """Prints memory, time, collectives and the longest operations as tables."""
         console = console or Console()
-        sent = {
-            kind: (str(number), f"{size / 1e9:.3f}")
+        sent = [
+            (kind, number, f"{size / 1e9:.3f}")
             for kind, (number, size) in self.collectives.items()
-        }
+        ]
         shown = [
             f"{self.heading} ({self.num_devices} devices)",
             memory_table(self.memory, {"the device": self.capacity}),
@@ -128,24 +129,19 @@ class CompiledCosts(NamedTuple):
             console.print(each, highlight=False, soft_wrap=isinstance(each, str))
 
     def _time_table(self, seconds, steps):
-        times = {
-            part: (f"{1e3 * time:.2f}", f"{time / steps[1]:.0%}")
+        times = [
+            (part, f"{1e3 * time:.2f}", f"{time / steps[1]:.0%}")
             for part, time in seconds.items()
-        }
-        total = {
-            name: (f"{1e3 * time:.2f}", "") for name, time in zip(STEP_NAMES, steps)
-        }
-        total["model FLOPs utilisation"] = ("", self.utilization_text)
+        ]
+        total = [(name, f"{1e3 * x:.2f}", "") for name, x in zip(STEP_NAMES, steps)]
+        total.append(("model FLOPs utilisation", "", self.utilization_text))
         return numbers_table("time of a step", ("part", "ms", "share"), times, total)
 
     def _operations_table(self):
-        longest = {
-            f"{x['part']}: {x['operation']}": (
-                str(x["runs"]),
-                f"{1e3 * x['seconds']:.2f}",
-            )
+        longest = [
+            (f"{x['part']}: {x['operation']}", x["runs"], f"{1e3 * x['seconds']:.2f}")
             for x in self.operations
-        }
+        ]
         columns = ("operation", "runs", "ms")
         return numbers_table("longest operations", columns, longest)
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe._checks import check_integer, check_one_of, check_positive, unfit
+from keras_moe._tables import numbers_table
 from keras_moe.distribution.chips import CHIPS, Chip
 from keras_moe.distribution.layouts import BATCH, MODEL, layouts_of_blocks, split_parts
 from keras_moe.models.loading.blueprint import resolve
@@ -120,25 +121,22 @@ class Costs(NamedTuple):
         console.print(memory_table(self.memory, capacity))
         title = f"a step of {self.batch_size:,} {self.example}s, on a device"
         peak = self.chip.peak_flops * self.utilization / 1e12
-        rows = {
-            "compute": (
+        rows = [
+            (
+                "compute",
                 f"{self.flops / 1e12:,.2f} TFLOP",
                 f"{peak:,.0f} TFLOP/s ({self.utilization:.0%} of peak)",
                 f"{1e3 * self.seconds['compute']:,.1f}",
             )
-        }
+        ]
         for name, size in self.traffic.items():
             seconds = self.seconds[name]
             rate = f"{size / seconds / 1e9:,.0f} GB/s" if seconds else ""
-            rows[name] = f"{size / 1e9:,.3f} GB", rate, f"{1e3 * seconds:,.1f}"
-        steps = {
-            name: (
-                "",
-                f"{self.batch_size / seconds:,.0f} examples/s",
-                f"{1e3 * seconds:,.1f}",
-            )
-            for name, seconds in zip(STEP_NAMES, self.step_seconds)
-        }
+            rows.append((name, f"{size / 1e9:,.3f} GB", rate, f"{1e3 * seconds:,.1f}"))
+        steps = []
+        for name, seconds in zip(STEP_NAMES, self.step_seconds):
+            rate = f"{self.batch_size / seconds:,.0f} examples/s"
+            steps.append((name, "", rate, f"{1e3 * seconds:,.1f}"))
         console.print(numbers_table(title, ("what", "amount", "at", "ms"), rows, steps))
 
 
@@ -146,27 +144,10 @@ def memory_table(memory: dict[str, int], capacity: dict[str, float]) -> Table:
     """Memory by part, their sum, and what a device has by what it is called."""
     last = {"all": sum(memory.values()), **capacity}
     rows, last = (
-        {name: (f"{size / 2**30:.2f}",) for name, size in sizes.items()}
+        [(name, f"{size / 2**30:.2f}") for name, size in sizes.items()]
         for sizes in (memory, last)
     )
     return numbers_table("memory of a device", ("part", "GiB"), rows, last)
-
-
-def numbers_table(
-    title: str,
-    columns: tuple[str, ...],
-    rows: dict[str, tuple],
-    last: dict | None = None,
-) -> Table:
-    """Numbers by name under the first column's heading, the last rows apart."""
-    table = Table(columns[0], title=title)
-    for column in columns[1:]:
-        table.add_column(column, justify="right")
-    for part in (rows, last or {}):
-        for name, values in part.items():
-            table.add_row(name, *values)
-        table.add_section()
-    return table
 
 
 def costs(

@@ -7,20 +7,19 @@ Axes: N examples, F feature dim, C classes, L values of l2, k shots per class, R
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 from numpy.typing import ArrayLike
+from rich.table import Table
 
 from keras_moe._batches import read_batches
 from keras_moe._checks import check_integer, unfit
 from keras_moe._processes import predict_batch
+from keras_moe._tables import numbers_table
 from keras_moe._types import Config, KerasModel
 from keras_moe.evaluation._features import check_features, check_labels, to_numpy
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 SHOTS = (1, 5, 10, 25)
 SEEDS = (0, 1, 2)
@@ -55,16 +54,14 @@ class FewShotResult(NamedTuple):
     mean: np.ndarray
     std: np.ndarray
 
-    def table(self, title: str | None = None) -> "Table":
+    def table(self, title: str | None = None) -> Table:
         """A table for `rich.print`, with one row per k."""
-        from rich.table import Table
-
-        table = Table(title=title)
-        for column in ("shots", "accuracy", "std", "best l2"):
-            table.add_column(column, justify="right")
-        for k, mean, std, l2 in zip(self.shots, self.mean, self.std, self.best_l2):
-            table.add_row(str(k), f"{mean:.2%}", f"{std:.2%}", f"{l2:g}")
-        return table
+        columns = zip(self.shots, self.mean, self.std, self.best_l2)
+        rows = [
+            (k, f"{mean:.2%}", f"{std:.2%}", f"{l2:g}") for k, mean, std, l2 in columns
+        ]
+        head = ("shots", "accuracy", "std", "best l2")
+        return numbers_table(title, head, rows, texts=())
 
     def to_dict(self) -> Config:
         """Returns a JSON-serialisable dict."""

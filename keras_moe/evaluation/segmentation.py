@@ -3,18 +3,17 @@
 Axes: N images of H x W pixels, h x w patches, F feature dim, C classes.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
+from rich.table import Table
 
 from keras_moe._checks import check_integer, unfit
+from keras_moe._tables import numbers_table
 from keras_moe._types import Config
 from keras_moe.evaluation._features import check_features, check_labels, to_numpy
 from keras_moe.evaluation.few_shot import L2S, check_l2s, chosen_l2, ridge_regression
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 class SegmentationResult(NamedTuple):
@@ -35,17 +34,13 @@ class SegmentationResult(NamedTuple):
     confusion: np.ndarray
     l2: float
 
-    def table(self, title: str | None = None) -> "Table":
+    def table(self, title: str | None = None) -> Table:
         """A table for `rich.print`, with one row per class."""
-        from rich.table import Table
-
         caption = f"mean {self.mean_iou:.2%}, pixel accuracy {self.pixel_accuracy:.2%}"
-        table = Table(title=title, caption=caption)
-        for column in ("class", "IoU", "pixels"):
-            table.add_column(column, justify="right")
-        for i, (iou, pixels) in enumerate(zip(self.iou, self.confusion.sum(axis=1))):
-            table.add_row(str(i), f"{iou:.2%}", str(pixels))
-        return table
+        columns = zip(self.iou, self.confusion.sum(axis=1))
+        rows = [(i, f"{iou:.2%}", pixels) for i, (iou, pixels) in enumerate(columns)]
+        head = ("class", "IoU", "pixels")
+        return numbers_table(title, head, rows, texts=(), caption=caption)
 
     def to_dict(self) -> Config:
         """Returns a dict for JSON, with None as the IoU of absent classes."""

@@ -182,7 +182,7 @@ def _read(model, data, sections, batch_size, max_examples, verbose):
     # Keeps training groups whole, so that tokens compete as in training.
     at_once = whole_groups(model, check_integer("batch_size", batch_size))
     shuffled = ShuffledBatches(model, at_once, sections[0].options.seed)
-    bar = keras.utils.Progbar(max_examples, unit_name="example") if verbose else None
+    bar = keras.utils.Progbar(max_examples, verbose=bool(verbose), unit_name="example")
     count, score = 0, _Score()
     for batch in routed_batches(model, data, at_once, max_examples):
         for section in sections:
@@ -190,8 +190,7 @@ def _read(model, data, sections, batch_size, max_examples, verbose):
         _update_queues(sections, shuffled.add(batch))
         score.update(batch)
         count += batch.size
-        if bar is not None:
-            bar.update(count)
+        bar.update(count)
     _update_queues(sections, shuffled.rest())
     return count, score.facts()
 

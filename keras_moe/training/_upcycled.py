@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from keras_moe._compat import own_variables
+from keras_moe._tables import numbers_table
 from keras_moe._types import KerasModel
 from keras_moe.layers import MuMoEBlock
 from keras_moe.layers.activations import entmax15
@@ -297,9 +297,8 @@ class UpcyclingReport(NamedTuple):
             )
             rows[f"the function, {name}"] = theory[each.preserved]
         rows["optimizer variables carried over"] = str(self.slots)
-        table = Table("sparse upcycling", "")
-        for row in rows.items():
-            table.add_row(*row)
+        head = ("sparse upcycling", "")
+        table = numbers_table(None, head, rows.items(), texts=(0, 1))
         (console or Console()).print(table)
 
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import keras
 from rich.console import Console
-from rich.table import Table
 
 from keras_moe._checks import check_bool, check_one_of, unfit
 from keras_moe._compat import variables_without_values
+from keras_moe._tables import numbers_table
 from keras_moe._types import KerasModel
 from keras_moe.models import registry
 from keras_moe.models.conversion import HEAD, POOLING, is_convertible
@@ -118,25 +118,18 @@ class Description(NamedTuple):
     def print(self, console: Console | None = None) -> None:
         """Prints the parts and totals as a table."""
         title = f"{self.name}: {self.num_tokens} tokens per {self.example}"
-        table = Table("part", "kind", title=title)
-        for column in ("parameters", "active per token", f"GFLOPs per {self.example}"):
-            table.add_column(column, justify="right")
-        for part in self.parts:
-            table.add_row(
-                part.name,
-                part.kind,
-                f"{part.parameters:,}",
-                f"{part.active_parameters:,}",
-                f"{part.flops / 1e9:.3f}",
-            )
-        table.add_section()
-        table.add_row(
-            "total",
-            "",
-            f"{self.parameters:,}",
-            f"{self.active_parameters:,}",
-            f"{self.gflops:.3f}",
+        flops = sum(part.flops for part in self.parts)
+        total = Part("total", "", self.parameters, self.active_parameters, flops)
+        rows, last = (
+            [
+                (name, kind, f"{weights:,}", f"{active:,}", f"{flops / 1e9:.3f}")
+                for name, kind, weights, active, flops, _ in parts
+            ]
+            for parts in (self.parts, [total])
         )
+        head = ("part", "kind", "parameters", "active per token")
+        head += (f"GFLOPs per {self.example}",)
+        table = numbers_table(title, head, rows, last, texts=(0, 1))
         if self.ensemble_size > 1:
             separate = self.separate_gflops
             saved = f"{1 - self.gflops / separate:.0%} less here"
