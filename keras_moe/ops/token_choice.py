@@ -49,6 +49,7 @@ def token_choice(
     in_place_experts: int = 0,
     in_place_capacity: Size | None = None,
     available: Tensor | None = None,
+    choices: tuple[Tensor, Tensor] | None = None,
 ) -> RoutingPlan | HeterogeneousPlan:
     """Allocates slots to each token's K experts of largest affinity.
 
@@ -72,6 +73,7 @@ def token_choice(
         in_place_experts: Z, number of last experts that act in place, without slots.
         in_place_capacity: tokens that each of these serves in a group; None for all.
         available: boolean (E,), False for experts of which choices are dropped.
+        choices: experts, int32 (G, S, K), and their gates, if they are known.
 
     Returns: A `RoutingPlan`; with `in_place_experts` a `HeterogeneousPlan`.
 
@@ -90,7 +92,7 @@ def token_choice(
     num_experts = affinity.shape[-1]
     num_slotted = num_experts - in_place_experts
 
-    experts, weights = top_experts(affinity, gates, num_selected_experts)
+    experts, weights = choices or top_experts(affinity, gates, num_selected_experts)
     routed = _routed(experts, mask, available)
     if routed is not None:
         # Others queue for an expert after the last, without slots.
@@ -222,6 +224,7 @@ def dropless_token_choice(
     normalize_gates: str | None = None,
     in_place_experts: int = 0,
     available: Tensor | None = None,
+    choices: tuple[Tensor, Tensor] | None = None,
 ) -> RaggedPlan | HeterogeneousPlan:
     """Gives each token its K experts of largest affinity; no expert is ever full.
 
@@ -236,6 +239,7 @@ def dropless_token_choice(
         normalize_gates: see `token_choice`; only unavailable experts drop choices.
         in_place_experts: Z, number of last experts that act in place, without rows.
         available: boolean (E,), False for experts of which choices are dropped.
+        choices: experts, int32 (G, S, K), and their gates, if they are known.
 
     Returns: A `RaggedPlan`; with `in_place_experts` a `HeterogeneousPlan`.
 
@@ -256,7 +260,7 @@ def dropless_token_choice(
     num_groups, num_tokens, num_experts = ops.shape(affinity)
     num_experts = num_experts - in_place_experts
 
-    experts, weights = top_experts(affinity, gates, num_selected_experts)
+    experts, weights = choices or top_experts(affinity, gates, num_selected_experts)
     routed = _routed(experts, mask, available)
     weights = _weights(weights, routed, normalize_gates)
     if in_place_experts:

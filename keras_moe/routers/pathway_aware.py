@@ -191,7 +191,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
             zero = expert_types.slices()["zero"]
             keep = [not zero.start <= e < zero.stop for e in range(expert_types.total)]
             gates = ops.where(ops.convert_to_tensor(keep, "bool"), gates, 0.0)
-        arguments = {"in_place_experts": expert_types.zero_computation}
+        arguments: dict[str, Any] = {"in_place_experts": expert_types.zero_computation}
         capacity, in_place_capacity = self.capacities(ops.shape(affinity)[1], training)
         if capacity is not None:
             arguments["in_place_capacity"] = in_place_capacity

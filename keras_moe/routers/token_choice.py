@@ -29,8 +29,8 @@ from keras_moe.ops.token_choice import (
     NORMALIZATIONS,
     PRIORITIES,
     dropless_token_choice,
-    selected_experts,
     token_choice,
+    top_experts,
 )
 from keras_moe.routers.affinities import SoftmaxAffinity
 from keras_moe.routers.sparse_router import SparseRouter, is_sequence
@@ -264,36 +264,45 @@ class TokenChoiceRouter(SparseRouter):
         if self.selection_bias_rate is not None:
             # Tokens choose the K largest of g_i + b_i; g_i weighs the outputs.
             affinity = affinity + ops.convert_to_tensor(self.selection_bias)
-            if training:
-                self._balance(affinity, mask)
+        choices = None
+        if training and self._is_balanced:
+            choices = top_experts(affinity, gates, self.num_selected_experts)
+            self._balance(choices[0], mask)
         capacity = self.group_capacity(ops.shape(affinity)[1], training)
         priority = self.served_by(affinity, modality_ids, training)
-        return self.choose(affinity, gates, mask, capacity, priority)
+        return self.choose(affinity, gates, mask, capacity, priority, choices=choices)
 
-    def _balance(self, affinity, mask):
-        """Moves the selection bias against the load, once for each step."""
+    @property
+    def _is_balanced(self):
+        """Whether training moves the selection bias."""
         is_trained = self.trainable and self.kernel.trainable
-        if not (self.selection_bias_rate and is_trained) or is_transformed():
-            return
-        chosen = selected_experts(affinity, self.num_selected_experts)
+        return self.selection_bias_rate and is_trained and not is_transformed()
+
+    def _balance(self, experts, mask):
+        """Moves the selection bias against the load, once for each step."""
+        index = ops.arange(self.num_experts, dtype="int32")
+        chosen = ops.cast(ops.expand_dims(experts, -1) == index, "float32")
         if mask is not None:
-            chosen = ops.where(ops.expand_dims(mask, -1), chosen, 0.0)
-        bias, load, passes = map(
-            ops.convert_to_tensor,
-            (self.selection_bias, self.expert_load, self.num_passes),
-        )
-        load = ops.where(passes > 0, load, 0.0)
-        load = load + replica_sum(ops.sum(chosen, axis=(0, 1)))
-        # b_i <- b_i + u sign(mean load - load of i), by the load of all passes of a
-        # step whose gradients are accumulated.
-        available = ops.convert_to_tensor(self.available_experts, "float32")
-        mean = ops.sum(load) / sum(self.available_experts)
-        step = self.selection_bias_rate * ops.sign(mean - load)
-        moved = bias + available * step
-        is_last = passes + 1 >= self.passes_per_step
-        self.selection_bias.assign(ops.where(is_last, moved, bias))
+            chosen = ops.where(mask[..., None, None], chosen, 0.0)
+        load = replica_sum(ops.sum(chosen, axis=(0, 1, 2)))
+        is_last: Any = True
+        if self.passes_per_step > 1:
+            # The load of all passes of a step whose gradients are accumulated.
+            states = (self.num_passes, self.expert_load)
+            passes, before = map(ops.convert_to_tensor, states)
+            load = load + ops.where(passes > 0, before, 0.0)
+            is_last = passes + 1 >= self.passes_per_step
+            self.num_passes.assign(ops.where(is_last, 0.0, passes + 1))
         self.expert_load.assign(load)
-        self.num_passes.assign(ops.where(is_last, 0.0, passes + 1))
+        # b_i <- b_i + u sign(mean load - load of i)
+        available = self.available_experts
+        mean = ops.sum(load) / sum(available)
+        step = self.selection_bias_rate * ops.sign(mean - load)
+        if self.passes_per_step > 1:
+            step = ops.where(is_last, step, 0.0)
+        if not all(available):
+            step = ops.where(ops.convert_to_tensor(available, "bool"), step, 0.0)
+        self.selection_bias.assign_add(step)
 
     def served_by(
         self, affinity: Tensor, modality_ids: Tensor | None, training: bool | None
@@ -317,6 +326,7 @@ class TokenChoiceRouter(SparseRouter):
         mask: Tensor | None,
         capacity: int | Tensor | None,
         priority: str | Tensor,
+        choices: tuple[Tensor, Tensor] | None = None,
         **arguments: Any,
     ) -> Any:
         """The token choice plan; dropless if `capacity` is None."""
@@ -327,13 +337,14 @@ class TokenChoiceRouter(SparseRouter):
                 self.num_selected_experts,
                 mask,
                 self.normalize_gates,
+                choices=choices,
                 **arguments,
             )
             return self._scaled(plan)
 
         numbers = None if isinstance(priority, str) else priority
 
-        def allocate(affinity, gates, mask, numbers):
+        def allocate(affinity, gates, mask, numbers, *choices):
             return token_choice(
                 affinity,
                 gates,
@@ -342,10 +353,12 @@ class TokenChoiceRouter(SparseRouter):
                 priority=priority if numbers is None else numbers,
                 mask=mask,
                 normalize_gates=self.normalize_gates,
+                choices=None if choices[0] is None else choices,
                 **arguments,
             )
 
-        return self._scaled(vmap_groups(allocate, affinity, gates, mask, numbers))
+        arrays = (affinity, gates, mask, numbers, *(choices or (None, None)))
+        return self._scaled(vmap_groups(allocate, *arrays))
 
     def _scaled(self, plan):
         if self.route_scale == 1:

@@ -90,6 +90,20 @@ ROWS = (
     ),
     *(
         Row(
+            name="step-" + part.replace("_", "-"),
+            work=f"A training step of vmoe_digits, batch 64, with {work}",
+            source=f"step_parts:{part}",
+            arguments={"preset": "vmoe_digits", "batch_size": 64},
+            subject=subject,
+            goals=goals,
+        )
+        for part, work, subject, goals in (
+            ("selection_bias", "a selection bias", "bias", {"no bias": 1.01}),
+            ("muon", "Muon", "Muon", {"AdamW": None}),
+        )
+    ),
+    *(
+        Row(
             name=f"mumoe-{kind}-{count}",
             work=f"muMoE's layer ({kind.upper()}, N={count}) forward and backward, "
             "1,568 tokens, D=768",

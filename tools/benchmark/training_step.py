@@ -8,9 +8,12 @@ import numpy as np
 
 
 def hand_written_step(
-    model: keras.Model, images: np.ndarray, labels: np.ndarray
+    model: keras.Model,
+    images: np.ndarray,
+    labels: np.ndarray,
+    optimizer: Any = None,
 ) -> Callable[[], Any]:
-    """A step on any backend: forward, loss, gradients and Adam.
+    """A step on any backend: forward, loss, gradients and an optimizer.
 
     It is compiled as one but on PyTorch, as Keras's own is. Each call continues from
     the last. The model's own losses are added.
@@ -19,20 +22,25 @@ def hand_written_step(
         model: a built model that returns logits.
         images: one batch of inputs.
         labels: integers (B,).
+        optimizer: a Keras optimizer that is not built; None for Adam.
     """
     backend = keras.backend.backend()
     if backend == "jax":
-        return jitted_step(model, images, labels)
-    return {"tensorflow": _tensorflow, "torch": _torch}[backend](model, images, labels)
+        return jitted_step(model, images, labels, optimizer)
+    step = {"tensorflow": _tensorflow, "torch": _torch}[backend]
+    return step(model, images, labels, optimizer)
 
 
 def jitted_step(
-    model: keras.Model, images: np.ndarray, labels: np.ndarray
+    model: keras.Model,
+    images: np.ndarray,
+    labels: np.ndarray,
+    optimizer: Any = None,
 ) -> Callable[[], Any]:
     """`hand_written_step` on JAX."""
     import jax
 
-    optimizer = keras.optimizers.Adam(1e-4)
+    optimizer = optimizer or keras.optimizers.Adam(1e-4)
     optimizer.build(model.trainable_variables)
 
     def loss_fn(trainable, state, images, labels):
@@ -67,10 +75,10 @@ def jitted_step(
     return run
 
 
-def _tensorflow(model, images, labels):
+def _tensorflow(model, images, labels, optimizer):
     import tensorflow as tf
 
-    optimizer = keras.optimizers.Adam(1e-4)
+    optimizer = optimizer or keras.optimizers.Adam(1e-4)
     optimizer.build(model.trainable_variables)
     variables = [v.value for v in model.trainable_variables]
 
@@ -86,10 +94,10 @@ def _tensorflow(model, images, labels):
     return lambda: step(images, labels)
 
 
-def _torch(model, images, labels):
+def _torch(model, images, labels, optimizer):
     import torch
 
-    optimizer = keras.optimizers.Adam(1e-4)
+    optimizer = optimizer or keras.optimizers.Adam(1e-4)
     optimizer.build(model.trainable_variables)
     variables = [v.value for v in model.trainable_variables]
     images, labels = torch.tensor(images), torch.tensor(labels)

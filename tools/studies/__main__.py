@@ -8,7 +8,16 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 
 from keras_moe.cli._arguments import Parser, add_command
 from keras_moe.cli.main import main as run_command
-from tools.studies import clip_up, held_out, language, limoe, moepp, mumoe, routers
+from tools.studies import (
+    clip_up,
+    experts,
+    held_out,
+    language,
+    limoe,
+    moepp,
+    mumoe,
+    routers,
+)
 
 
 def make_parser() -> Parser:
@@ -24,7 +33,10 @@ def make_parser() -> Parser:
         "python -m tools.studies mumoe --help",
     )
     studies = parser.add_subparsers(metavar="STUDY", required=True)
-    for module in (routers, moepp, mumoe, limoe, clip_up, held_out, language):
+    for module in (
+        *(experts, routers, moepp, mumoe),
+        *(limoe, clip_up, held_out, language),
+    ):
         add_command(studies, module)
     return parser
 

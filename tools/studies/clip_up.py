@@ -190,7 +190,7 @@ class UpcycledPairs:
     ) -> tuple[dict, dict[str, np.ndarray]]:
         """Trains a dense model, and keeps its weights."""
         model, result = self.pairs.train(overrides, seed, on_progress)
-        return result, weights_as_arrays(model)
+        return result, weights_as_arrays(model.backbone)
 
     def _upcycle(self, overrides, backbone, seed, on_progress):
         run = self._dense_run(backbone, False, seed)

@@ -23,7 +23,6 @@ from rich.table import Table
 from keras_moe import data, evaluation, training
 from keras_moe._files import write_json
 from keras_moe.cli._arguments import RESUMES, Result, add_count
-from keras_moe.cli.evaluate import pooled_features
 from keras_moe.cli.train import backend_and_versions
 from tools.studies import clip_art
 from tools.studies.pairs import PairTraining
@@ -179,7 +178,7 @@ def classified(
     trained = training.train(recipe, callbacks=[watch], verbose=0)
     seconds = time.perf_counter() - begin
     model = trained.model
-    features = keras.Model(model.input, pooled_features(model))
+    features = keras.Model(model.input, model.features)
 
     def features_of(split):
         images, labels = images_of(recipe.data.source, split, model.input_shape[1:])

@@ -129,7 +129,7 @@ class DenseModels:
         self.fit.train(model, *train, on_progress)
         svd = truncated_svd(model, *test, shares=SHARES)
         result = {"accuracy": svd.full, "svd": svd._asdict()}
-        return result, weights_as_arrays(model)
+        return result, weights_as_arrays(model.backbone)
 
     def weights(self, seed: int, on_progress: OnProgress) -> list[np.ndarray]:
         """The backbone's weights of a seed, trained if they are not there."""

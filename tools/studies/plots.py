@@ -520,3 +520,39 @@ def plot_subpopulations(
         y = target[0] + np.array([-1, -1, 1, 1, -1]) * 0.47
         axis.plot(x, y, color="lime", linewidth=2.5)
     save_figure(figure, path, title)
+
+
+def plot_experts(tables: dict[str, dict[str, dict]], path: Path) -> None:
+    """Draws each row's differences in accuracy from the first of its table, by seed.
+
+    `tables` are rows by title and name, with "accuracies" and "difference" as shares.
+    """
+    count = sum(len(rows) for rows in tables.values())
+    figure = new_figure(figsize=(8.0, 1.0 + 0.27 * (count + len(tables))), dpi=110)
+    axis = figure.subplots()
+    labels, place = {}, 0
+    for number, (title, rows) in enumerate(tables.items()):
+        labels[place] = title
+        control = None
+        for name, row in rows.items():
+            place += 1
+            values = 100 * np.array(row["accuracies"])
+            control = values if control is None else control
+            labels[place] = f"{name}  ({values.mean():.1f}%)"
+            style = {"color": f"C{number % 10}", "clip_on": False}
+            axis.plot(values - control, [place] * len(values), "o", alpha=0.35, **style)
+            spread = {key: 100 * row["difference"][key] for key in ("mean", "std")}
+            axis.errorbar(
+                spread["mean"], place, xerr=spread["std"], marker="|", markersize=10,
+                capsize=3.0, **style,
+            )  # fmt: skip
+        place += 1
+    axis.set_yticks(list(labels), list(labels.values()), fontsize=8)
+    for tick, name in zip(axis.get_yticklabels(), labels.values()):
+        if name in tables:
+            tick.set_fontweight("bold")
+    axis.set_ylim(place - 0.5, -0.7)
+    axis.axvline(0.0, color="black", linewidth=0.8)
+    axis.grid(axis="x", alpha=0.25)
+    axis.set_xlabel("test accuracy less that of the first row, in points")
+    save_figure(figure, path, "What experts and their parts gain")

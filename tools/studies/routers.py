@@ -27,7 +27,7 @@ from keras_moe.cli._arguments import (
     add_overrides,
     add_preset,
 )
-from keras_moe.cli.evaluate import accuracy, predict
+from keras_moe.cli.evaluate import predict
 from keras_moe.cli.quickstart import compile_with_cosine
 from keras_moe.cli.train import backend_and_versions
 from keras_moe.evaluation.few_shot import sample_shots
@@ -38,6 +38,7 @@ from tools.studies.study import (
     Run,
     Study,
     Watch,
+    accuracy,
     add_training,
     as_json,
     new_table,

@@ -314,6 +314,11 @@ def spread_of(results: Sequence[dict], name: str) -> dict[str, float]:
     return spread([result[name] for result in results])
 
 
+def accuracy(logits: np.ndarray, labels: np.ndarray) -> float:
+    """The share of rows whose largest logit is the label's."""
+    return float((logits.argmax(axis=-1) == labels).mean())
+
+
 def percent(value: dict[str, float], digits: int = 1) -> str:
     """A spread of shares as text: mean and standard deviation in percent."""
     return f"{100 * value['mean']:.{digits}f}±{100 * value['std']:.{digits}f}"
@@ -350,12 +355,12 @@ def read_arrays(path: Path) -> dict[str, np.ndarray] | None:
         return None
 
 
-def weights_as_arrays(model: keras.Model) -> dict[str, np.ndarray]:
-    """The weights of a model's backbone as the arrays of a run."""
-    weights = model.backbone.get_weights()
+def weights_as_arrays(layer: keras.layers.Layer) -> dict[str, np.ndarray]:
+    """The weights of a model, or of its backbone, as the arrays of a run."""
+    weights = layer.get_weights()
     return {f"w{index}": value for index, value in enumerate(weights)}
 
 
 def arrays_as_weights(arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """The weights of a backbone, of which `weights_as_arrays` made arrays."""
+    """The weights of a model, of which `weights_as_arrays` made arrays."""
     return [arrays[f"w{index}"] for index in range(len(arrays))]

@@ -1,0 +1,76 @@
+"""The study of experts: what it chooses, tests once, stores and draws."""
+
+import pytest
+from rich.console import Console
+
+from keras_moe import training
+from tools.studies import experts
+from tools.studies.experts import DENSE, MODEL, WIDE, Comparison, Model, Task, moe
+from tools.studies.study import Study
+
+
+@pytest.fixture
+def task(tmp_path):
+    recipe = training.Recipe(
+        "tiny",
+        data={"batch_size": 32, "augment": ["flip"]},
+        model={**MODEL, "num_layers": 1},
+        schedule={"epochs": 1, "learning_rate": 1e-2},
+    )
+    return Task(Study(tmp_path, {}, Console()), recipe, 32, 64)
+
+
+def test_settings_are_chosen_on_images_that_are_held_out(task, monkeypatch):
+    rates = {
+        name: Model({**DENSE, "schedule.learning_rate": rate})
+        for name, rate in (("slow", 1e-6), ("fast", 1e-2))
+    }
+    sparse = Model(moe(2, "every_1"), DENSE, reinitialize=0.5)
+    rows = {"dense": rates, "drop-upcycled": {"": sparse}}
+    part = Comparison(task.study, "upcycled", {"digits": (task, rows)}, seeds=1)
+    results = part.results()
+    dense, upcycled = results["digits"].values()
+    assert dense["chosen"] == min(dense["tried"], key=lambda x: dense["tried"][x])
+    assert dense["difference"]["mean"] == 0
+    difference = upcycled["accuracies"][0] - dense["accuracies"][0]
+    assert upcycled["difference"]["mean"] == difference
+    assert "largest_load" not in dense
+    assert upcycled["largest_load"]["mean"] >= 1
+    # The dense model of "fast" is the one with which the other begins.
+    names = [path.name.partition("-")[0] for path in task.study.runs.glob("*.json")]
+    assert sorted(names) == ["tested", "tested", "trained", "trained", "trained"]
+    part.show(results, task.study.console)
+    (picture,) = part.draw({"upcycled": results})
+    assert picture.stat().st_size > 5_000
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Task, "train", interrupt)
+    assert part.results() == results
+
+
+def test_train_and_held_out_images_are_others(task):
+    held_out, train = (set(task.parts[x]) for x in ("validation", "train"))
+    assert (len(held_out), len(train), len(held_out & train)) == (32, 64, 0)
+
+
+def test_models_to_compare_have_equal_costs(task):
+    task.recipe = task.recipe.replace(model={"num_layers": 4})
+    dense, wide, sparse = map(task.costs, (DENSE, WIDE, moe(1)))
+    assert wide["parameters"] == pytest.approx(sparse["parameters"], rel=0.02)
+    assert sparse["mflops"] == pytest.approx(dense["mflops"], rel=0.02)
+
+
+def test_every_part_has_its_rows():
+    half = {"schedule.epochs": 1}
+    rates = [1e-3, 2e-3]
+    for rows in (
+        experts.sizes(),
+        experts.balances(1),
+        experts.beginnings(half),
+        experts.optimizers(DENSE, rates),
+    ):
+        assert all(isinstance(x, Model) for row in rows.values() for x in row.values())
+    both = experts.optimizers(DENSE, rates).values()
+    assert [list(row) for row in both] == [["0.001", "0.002"]] * 2
