@@ -10,7 +10,6 @@ from keras_moe.layers.moe import MoE
 from keras_moe.layers.moe_config import (
     MoEConfig,
     MuMoEConfig,
-    moe_config,
     resolve_moe_layers,
 )
 from keras_moe.layers.multilinear_experts import ExpertCoefficients, MultilinearExperts
@@ -25,11 +24,9 @@ from keras_moe.layers.patch_embedding import (
 )
 from keras_moe.layers.pooling import AttentionPooling, MaskedPooling, TokenPooling
 from keras_moe.layers.position_embedding import (
-    PatchMask,
     PositionEmbedding,
     RotaryEmbedding2D,
     resize_positions,
-    sincos_table,
 )
 from keras_moe.layers.text_embedding import (
     ReversibleTokenEmbedding,
@@ -60,7 +57,6 @@ __all__ = [
     "MuMoEConfig",
     "MultilinearExperts",
     "PatchEmbedding",
-    "PatchMask",
     "PerExpert",
     "PositionEmbedding",
     "RMSNorm",
@@ -77,10 +73,8 @@ __all__ = [
     "ZeroComputationExperts",
     "fold_channels",
     "gelu_tanh",
-    "moe_config",
     "quick_gelu",
     "resize_patch_kernel",
     "resize_positions",
     "resolve_moe_layers",
-    "sincos_table",
 ]

@@ -462,18 +462,7 @@ class MuMoEConfig(MixtureConfig):
 
 
 def moe_config(moe: MixtureConfig | Config | None) -> MoEConfig | MuMoEConfig | None:
-    """Makes the config for an encoder's `moe` argument.
-
-    Args:
-        moe: None, `MoEConfig`, `MuMoEConfig`, or a dict of fields; with `"router":
-            "mumoe"` these are `MuMoEConfig`'s.
-
-    Example:
-
-    >>> from keras_moe.layers import moe_config
-    >>> moe_config({"router": "mumoe", "num_experts": 8}).factorization
-    'cp'
-    """
+    """The config for an encoder's `moe` argument, which may be a dict of fields."""
     if moe is None or isinstance(moe, (MoEConfig, MuMoEConfig)):
         return moe
     if not isinstance(moe, dict):

@@ -24,20 +24,10 @@ INTERPOLATIONS = ("bilinear", "bicubic", "antialiased", "torch_bicubic")
 
 
 def sincos_table(grid: tuple[int, int], dim: int) -> np.ndarray:
-    """Fixed sine-cosine embeddings of a grid of patches.
+    """Fixed embeddings (rows x columns, D) of a grid of patches, row by row.
 
-    Args:
-        grid: number of patches down and across.
-        dim: D, a multiple of 4.
-
-    Returns: float32 (rows x columns, D): `[sin x, cos x, sin y, cos y]` with x the
-    column, y the row, and frequencies `10000^(-i / (D/4 - 1))`.
-
-    Example:
-
-    >>> from keras_moe.layers import sincos_table
-    >>> sincos_table((2, 3), 8).shape
-    (6, 8)
+    `[sin x, cos x, sin y, cos y]` with x the column, y the row, and frequencies
+    `10000^(-i / (D/4 - 1))`.
     """
     if dim % 4 or dim < 8:
         raise unfit("a multiple of 4 of at least 8 for sine-cosine embeddings", dim=dim)
@@ -376,13 +366,9 @@ class RotaryEmbedding2D(Layer):
 
 
 def patch_places(grids: Tensor, count: int | Tensor) -> tuple[Any, Any]:
-    """Row and column of the first `count` patches of images of any shape, row by row.
+    """Rows and columns (B, N, 2) of patches in grids (B, 2), and these (B, 1, 2).
 
-    Args:
-        grids: integers (B, 2), patches down and across.
-        count: N; those behind an image's last are padding, and lie at its first.
-
-    Returns: `(place, size)`, float32 (B, N, 2) and the grids (B, 1, 2).
+    Padding, behind an image's last patch, lies at its first. All are float32.
     """
     grids = ops.cast(grids, "int32")
     columns = grids[:, 1:]
@@ -394,27 +380,10 @@ def patch_places(grids: Tensor, count: int | Tensor) -> tuple[Any, Any]:
 
 @keras.saving.register_keras_serializable("keras_moe")
 class PatchMask(Layer):
-    """Which tokens of images of any shape are no padding.
+    """Which tokens (B, first + N) of images of any shape are no padding.
 
-    Args:
-        first: number of tokens before the patches, such as a class token.
-        **kwargs: arguments of `keras.layers.Layer`.
-
-    Call arguments:
-        patches: (B, N, ...), padded behind each image's last patch.
-        grids: integers (B, 2), patches down and across in each image.
-
-    Output shape: booleans (B, first + N), False for padding.
-
-    Reference: *SigLIP 2*, section 2.4 (NaFlex).
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.layers import PatchMask
-    >>> patches, grids = np.zeros((2, 3, 12)), np.array([[1, 2], [3, 1]])
-    >>> np.array(PatchMask(first=1)(patches, grids)).astype(int).tolist()
-    [[1, 1, 1, 0], [1, 1, 1, 1]]
+    `first` tokens, such as a class token, come before the patches (B, N, ...), which
+    are padded behind the last of each image's grid (B, 2).
     """
 
     def __init__(self, first: int = 0, **kwargs):
@@ -443,11 +412,7 @@ def _weights_at(place, size, old, interpolation):
     if interpolation == "torch_bicubic":
         return _torch_cubic_at(centre, rows)
     x = ops.abs(centre - rows) / ops.expand_dims(ops.maximum(old / size, 1), -1)
-    weights = ops.relu(1 - x)
-    if interpolation == "bicubic":
-        near = (1.5 * x - 2.5) * x * x + 1.0
-        far = ((-0.5 * x + 2.5) * x - 4.0) * x + 2.0
-        weights = ops.where(x <= 1, near, ops.where(x < 2, far, 0.0))
+    weights = _cubic(x, ops) if interpolation == "bicubic" else ops.relu(1 - x)
     return weights / ops.sum(weights, axis=-1, keepdims=True)
 
 
@@ -456,11 +421,8 @@ def _torch_cubic_at(centre, rows):
     total = 0.0
     for offset in range(-1, 3):
         place = ops.floor(centre) + offset
-        x = ops.abs(centre - place)
-        near = (1.25 * x - 2.25) * x * x + 1.0
-        far = ((-0.75 * x + 3.75) * x - 6.0) * x + 3.0
         column = ops.clip(place, 0, rows.shape[0] - 1)
-        weight = ops.where(x <= 1, near, far)
+        weight = _cubic(ops.abs(centre - place), ops, -0.75)
         total = total + ops.where(ops.equal(column, rows), weight, 0.0)
     return total
 
@@ -494,10 +456,7 @@ def cubic_weights(
     old: int, new: int, start: int = 0, count: int | None = None
 ) -> np.ndarray:
     """Keys's cubic interpolation (a = -1/2), antialiased when shrinking."""
-    x = _distances(old, new, start, count)
-    near = (1.5 * x - 2.5) * x * x + 1.0
-    far = ((-0.5 * x + 2.5) * x - 4.0) * x + 2.0
-    weights = np.where(x <= 1, near, np.where(x < 2, far, 0.0))
+    weights = _cubic(_distances(old, new, start, count), np)
     # At the border part of the kernel lies outside.
     return weights / np.sum(weights, axis=1, keepdims=True)
 
@@ -506,12 +465,16 @@ def torch_cubic_weights(old: int, new: int) -> np.ndarray:
     """PyTorch's cubic interpolation (a = -3/4), which repeats the border's values."""
     centres, weights = _centres(old, new, 0, None), np.zeros((new, old))
     for place in np.floor(centres).astype(int) + np.arange(-1, 3)[:, None]:
-        x = np.abs(centres - place)
-        near = (1.25 * x - 2.25) * x * x + 1.0
-        far = ((-0.75 * x + 3.75) * x - 6.0) * x + 3.0
         column = np.clip(place, 0, old - 1)
-        weights[np.arange(new), column] += np.where(x <= 1, near, far)
+        weights[np.arange(new), column] += _cubic(np.abs(centres - place), np, -0.75)
     return weights
+
+
+def _cubic(x, library, a=-0.5):
+    """Keys's kernel of distances, with the functions of NumPy or `keras.ops`."""
+    near = ((a + 2) * x - (a + 3)) * x * x + 1.0
+    far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+    return library.where(x <= 1, near, library.where(x < 2, far, 0.0))
 
 
 def _distances(old, new, start, count):

@@ -3,7 +3,6 @@
 from keras_moe.losses.auxiliary import (
     LIMOE_LOSSES,
     AuxiliaryLoss,
-    check_modalities,
     get,
     limoe_losses,
     serialize,
@@ -51,7 +50,6 @@ __all__ = [
     "SoftmaxContrastiveLoss",
     "SparseSigmoidCrossentropy",
     "Temperature",
-    "check_modalities",
     "count_duplicate_pairs",
     "get",
     "global_entropy_loss",

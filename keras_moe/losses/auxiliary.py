@@ -425,17 +425,7 @@ def _by_name(name, options):
 
 
 def check_modalities(auxiliary_losses: object, count: int) -> None:
-    """Checks that all losses are of modalities that a model has.
-
-    Args:
-        auxiliary_losses: argument of `get`.
-        count: M, the number of modalities.
-
-    Example:
-
-    >>> from keras_moe import losses
-    >>> losses.check_modalities({"global_entropy": {"modality": 1}}, count=2)
-    """
+    """Checks that all losses are of modalities below `count`."""
     for loss in get(auxiliary_losses):
         loss.check_modalities(count)
 

@@ -341,9 +341,9 @@ def test_every_public_layer_is_checked():
         for cls in (getattr(module, name) for name in module.__all__)
         if isinstance(cls, type) and issubclass(cls, keras.layers.Layer)
     }
-    # Base classes, two without weights that return a mask, and one that takes heads.
+    # Base classes, one without weights that returns a mask, and one that takes heads.
     public -= {routers.Router, routers.SparseRouter, layers.CausalMask}
-    public -= {layers.PatchMask, layers.RotaryEmbedding2D}
+    public -= {layers.RotaryEmbedding2D}
     assert public == {type(make()) for make in (*MAKERS.values(), *COUNTED.values())}
     # These take weights beside their input: an MoE layer and MuMoE have them.
     public -= {layers.ZeroComputationExperts, layers.MultilinearExperts}

@@ -15,8 +15,8 @@ from keras_moe.layers import (
     MuMoEBlock,
     MuMoEConfig,
     TowerSpec,
-    moe_config,
 )
+from keras_moe.layers.moe_config import moe_config
 from tests.refusals import refuses
 
 NOT_DEFAULT = {

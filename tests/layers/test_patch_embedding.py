@@ -2,7 +2,11 @@ import numpy as np
 import pytest
 
 from keras_moe import layers
-from keras_moe.layers.position_embedding import cubic_weights, linear_weights
+from keras_moe.layers.position_embedding import (
+    cubic_weights,
+    linear_weights,
+    sincos_table,
+)
 from tests import golden
 from tests.compare import assert_close, assert_same
 from tests.refusals import refuses
@@ -121,9 +125,9 @@ def test_bicubic_resizing_is_that_of_pillow_and_timm(old, new):
 
 
 def test_sincos_by_hand():
-    table = layers.sincos_table((2, 3), 8)
+    table = sincos_table((2, 3), 8)
     # Row 1, column 2: x = 2, y = 1, frequencies 1 and 1 / 10000.
     x, y = np.array([2.0, 2e-4]), np.array([1.0, 1e-4])
     expected = np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)])
     assert_close(table[5], expected, 1e-6)
-    refuses("dim=6", layers.sincos_table, (2, 2), 6)
+    refuses("dim=6", sincos_table, (2, 2), 6)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from keras_moe import losses
+from keras_moe.losses.auxiliary import check_modalities
 
 X = np.ones((3, 4), "float32")
 LOGITS = np.ones((2, 6, 4), "float32")
@@ -38,9 +39,9 @@ AUDIO = losses.limoe_losses({"c": 1.0}, modalities="abc", local_modalities=())
     (lambda: losses.limoe_losses({}, weight=-1), "weight=-1"),
     (lambda: losses.get({"router_zz": 1.0}), "'router_zz' (nearest: router_z)"),
     (lambda: losses.get({"load_balance": {"choices": "second"}}), "choices='second'"),
-    (lambda: losses.check_modalities({"global_entropy": {"modality": 2}}, 2),
+    (lambda: check_modalities({"global_entropy": {"modality": 2}}, 2),
      "modality=2, loss='global_entropy'"),
-    (lambda: losses.check_modalities(AUDIO, 2), "modality=2, loss='global_entropy'"),
+    (lambda: check_modalities(AUDIO, 2), "modality=2, loss='global_entropy'"),
     (lambda: losses.limoe_losses({"audio": 1.0}), "modality='audio'"),
     (lambda: losses.limoe_losses({}, local_modalities=("sound",)), "modality='sound'"),
     (lambda: losses.limoe_losses({}, "global_entropy"), "local_loss='global_entropy'"),

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from keras_moe import analysis, evaluation, layers, models, training
+from keras_moe.layers.position_embedding import PatchMask
 from keras_moe.report import write_report
 from tests.compare import assert_close, assert_same
 from tests.refusals import refuses
@@ -109,7 +110,7 @@ def test_patches_by_hand():
 
 def test_masks_by_hand():
     patches, grids = np.zeros((2, 4, 3)), np.array([[1, 4], [2, 1]])
-    mask = layers.PatchMask(first=1)(patches, grids)
+    mask = PatchMask(first=1)(patches, grids)
     assert_same(mask, [[True] * 5, [True] * 3 + [False] * 2])
 
 

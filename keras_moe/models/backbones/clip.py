@@ -15,7 +15,7 @@ from keras_moe._freezing import copy_freezing
 from keras_moe._types import Config
 from keras_moe.layers import LogitScale
 from keras_moe.layers.pooling import check_pooling, pooling_layer
-from keras_moe.losses import check_modalities
+from keras_moe.losses.auxiliary import check_modalities
 from keras_moe.models.backbones._pairs import (
     MODALITIES,
     PairBackbone,

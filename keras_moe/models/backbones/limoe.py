@@ -12,7 +12,7 @@ from keras import ops
 from keras_moe._checks import check_integer, unfit
 from keras_moe._types import DType
 from keras_moe.layers import LogitScale, MaskedPooling, MoEConfig, TowerSpec
-from keras_moe.losses import check_modalities
+from keras_moe.losses.auxiliary import check_modalities
 from keras_moe.models.backbones._pairs import (
     MODALITIES,
     PairBackbone,

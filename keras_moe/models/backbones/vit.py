@@ -21,11 +21,10 @@ from keras_moe._checks import (
 from keras_moe._types import DType
 from keras_moe.layers import (
     PatchEmbedding,
-    PatchMask,
     PositionEmbedding,
     RotaryEmbedding2D,
 )
-from keras_moe.layers.position_embedding import KINDS
+from keras_moe.layers.position_embedding import KINDS, PatchMask
 from keras_moe.models.backbones.base import ImageBackbone
 from keras_moe.models.backbones.config import (
     ImageConfig,

@@ -7,8 +7,8 @@ A config is nested: a backbone's has `MoEConfig` fields in `moe` and router argu
 from typing import Any
 
 from keras_moe._checks import argument_names, check_argument_names, unfit
-from keras_moe.layers import MoEBlock, MoEConfig, MuMoEConfig, moe_config
-from keras_moe.layers.moe_config import MUMOE
+from keras_moe.layers import MoEBlock, MoEConfig, MuMoEConfig
+from keras_moe.layers.moe_config import MUMOE, moe_config
 from keras_moe.models.registry import backbone_class
 from keras_moe.models.saving._lora import FROZEN, TRAINING
 from keras_moe.routers import ROUTERS, PathwayAwareRouter, Router, SoftRouter

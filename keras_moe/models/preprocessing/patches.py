@@ -10,11 +10,7 @@ from keras_moe._checks import check_integer, check_pair, unfit
 
 
 def budget(config: Any) -> dict[str, Any]:
-    """`max_patches` and `patch_size` of a backbone's config or a preprocessor, or {}.
-
-    Args:
-        config: the config of an image backbone or of a pair, as an object or a dict.
-    """
+    """`max_patches` and `patch_size` of an image config or a pair's, or {}."""
     values = config if isinstance(config, dict) else vars(config)
     values = values.get("image", values)
     values = values if isinstance(values, dict) else vars(values)

@@ -93,11 +93,6 @@ class MembersMean(keras.layers.Layer):
 
     Logits become logits of the mean. In training the members' own outputs are kept,
     (B, M, C), since each has its own loss.
-
-    Args:
-        ensemble_size: M.
-        kind: `"softmax"` or `"sigmoid"` logits, or `"probabilities"`.
-        **kwargs: arguments of `keras.layers.Layer`.
     """
 
     def __init__(self, ensemble_size: int, kind: str, **kwargs):
