@@ -7,6 +7,7 @@ import math
 import numbers
 from fractions import Fraction
 
+import keras
 from keras import ops
 
 from keras_moe._checks import check_integer, check_one_of, check_positive
@@ -28,8 +29,8 @@ def expert_capacity(
 ) -> Size:
     """The capacity C = S K c / E, rounded as the V-MoE code rounds it.
 
-    It multiplies from left to right in float64; `"round"` rounds halves to even. The
-    capacity is at least 1.
+    It multiplies from left to right in float64 (of tensors on JAX, in float32);
+    `"round"` rounds halves to even. The capacity is at least 1.
 
     Args:
         num_tokens: S, tokens per group: an int, or a scalar integer tensor in a graph.
@@ -141,7 +142,9 @@ def _capacity(num_tokens, num_selected_experts, factor, divisor, rounding, multi
         assignments = int(num_tokens) * num_selected_experts
         capacity = max(on_host(assignments * factor / divisor), 1)
     else:
-        assignments = ops.cast(num_tokens * num_selected_experts, "float64")
+        # JAX would warn that it has no float64, and use float32.
+        dtype = "float32" if keras.backend.backend() == "jax" else "float64"
+        assignments = ops.cast(num_tokens * num_selected_experts, dtype)
         capacity = ops.cast(on_tensor(assignments * factor / divisor), "int32")
         capacity = ops.maximum(capacity, 1)
     if multiple_of:
