@@ -276,6 +276,7 @@ READERS = {
     "data/_tfrecord.py": "records that `globbed` has checked",
     "data/reading.py": "the content of a file that was read",
     "_backends/jax_compilation.py": "files of the package, and what XLA wrote",
+    "distribution/chips.py": "a file of the package",
     "evaluation/zero_shot.py": "a file of the package",
     "_files.py": "this is the door, and locks",
     "models/saving/_lora.py": "weights in `checked_weights`",

@@ -91,6 +91,7 @@ class _Rollout(keras.Model):
         self.encoder, self.built = _encoder(model), True
         backbone: Any = getattr(model, "backbone", model)
         self.grid = tuple(backbone.grid)
+        self.ensemble_size = getattr(backbone, "ensemble_size", 1)
         self.pooling, self.registers = "average", 0
         if getattr(backbone, "class_token", False):
             self.pooling = "class_token"
@@ -120,16 +121,17 @@ class _Rollout(keras.Model):
             share = ops.zeros_like(attention[-1][:, 0]) + row
         # One row of the product of (A + I) / 2, from the last block to the first.
         for weights in reversed(attention):
-            share = _members_mean(share, weights)
+            share = self._members_mean(share, weights)
             share = 0.5 * (share + ops.einsum("bn,bnm->bm", share, weights))
-        share = _members_mean(share, images)
+        share = self._members_mean(share, images)
         # A class token comes first.
         share = share[:, -self.grid[0] * self.grid[1] :]
         share = share / ops.sum(share, axis=1, keepdims=True)
         return ops.reshape(share, (-1, *self.grid))
 
-
-def _members_mean(share, fewer):
-    """The mean of rows (B M, N) over the members of an ensemble, if `fewer` has B."""
-    rows, length = ops.shape(fewer)[0], share.shape[-1]
-    return ops.mean(ops.reshape(share, (rows, -1, length)), axis=1)
+    def _members_mean(self, share, fewer):
+        """The mean of rows (B M, N) over an ensemble's members, if `fewer` has B."""
+        if self.ensemble_size == 1:
+            return share
+        rows, length = ops.shape(fewer)[0], share.shape[-1]
+        return ops.mean(ops.reshape(share, (rows, -1, length)), axis=1)

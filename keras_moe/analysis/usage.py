@@ -106,7 +106,7 @@ def routing_usage(
     if num_groups is None:
         num_groups = int(owners.max(initial=0)) + 1
     counts = owners >= 0
-    sums: dict[str, Any] = {}
+    sums: dict[str, np.ndarray] = {}
     for name, figure in figures.items():
         figure = np.asarray(figure, "float64")
         if not np.isfinite(figure[counts]).all():

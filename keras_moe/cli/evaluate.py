@@ -210,7 +210,7 @@ def evaluate_classifier(
         return predict(inference, shown(batches, split), args.batch_size)
 
     outcome, labels = predict_split(outputs, examples.split)
-    figures: dict[str, Any] = {"images": len(labels)}
+    figures: dict[str, object] = {"images": len(labels)}
     if has_scores:
         scores = outcome["logits"].astype("float32")
         if args.class_subset:
@@ -383,7 +383,7 @@ def evaluate_pairs(
 ) -> dict:
     evaluation = keras_moe.evaluation
     shape, size = model.backbone.image_shape, args.batch_size
-    figures: dict[str, Any] = {}
+    figures: dict[str, object] = {}
     if {*metrics} & {*OF_CAPTIONS}:
         batches = examples.pairs(
             shape, size, tokenizer=model.preprocessor, captions="all"

@@ -122,7 +122,7 @@ def write_pair_tfrecords(
     ```
     """
     folder = Path(folder)
-    settings: dict[str, Any] = {"features": _CAPTIONED}
+    settings: dict[str, object] = {"features": _CAPTIONED}
     before = read_settings(folder)
     if tokenizer is not None:
         settings["features"] = _TOKENIZED

@@ -340,7 +340,7 @@ class Attention(Layer):
         outputs = ops.cast(outputs, self.compute_dtype)
         return ops.reshape(outputs, (-1, num_queries, self.num_heads, self.key_dim))
 
-    def weights_of(self, logits: Tensor) -> Any:
+    def weights_of(self, logits: Tensor) -> Tensor:
         """The softmax of logits (B, heads of keys, queries of each, N, M)."""
         if not self.sinks:
             return ops.softmax(logits, axis=-1)

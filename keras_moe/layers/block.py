@@ -59,7 +59,7 @@ class LayerScale(Layer):
             initializer=keras.initializers.Constant(self.initial_value),
         )
 
-    def call(self, x: Tensor) -> Any:
+    def call(self, x: Tensor) -> Tensor:
         return x * self.scale
 
     def weight_shapes(self, shape: tuple) -> dict[str, tuple]:

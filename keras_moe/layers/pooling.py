@@ -83,7 +83,7 @@ class TokenPooling(_Pooling):
         return masked_mean(tokens, mask[:, first:], self.compute_dtype)
 
 
-def masked_mean(tokens: Tensor, mask: Tensor, dtype: str) -> Any:
+def masked_mean(tokens: Tensor, mask: Tensor, dtype: str) -> Tensor:
     """The mean (B, D) of the tokens that are not padding; zeros without any."""
     kept = ops.where(ops.expand_dims(mask, -1), tokens, 0.0)
     total = ops.sum(ops.cast(kept, "float32"), axis=1)

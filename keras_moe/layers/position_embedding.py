@@ -365,7 +365,7 @@ class RotaryEmbedding2D(Layer):
         return {}
 
 
-def patch_places(grids: Tensor, count: int | Tensor) -> tuple[Any, Any]:
+def patch_places(grids: Tensor, count: int | Tensor) -> tuple[Tensor, Tensor]:
     """Rows and columns (B, N, 2) of patches in grids (B, 2), and these (B, 1, 2).
 
     Padding, behind an image's last patch, lies at its first. All are float32.
@@ -390,7 +390,7 @@ class PatchMask(Layer):
         super().__init__(autocast=False, **kwargs)
         self.first = check_integer("first", first, minimum=0)
 
-    def call(self, patches: Tensor, grids: Tensor) -> Any:
+    def call(self, patches: Tensor, grids: Tensor) -> Tensor:
         num_patches = ops.prod(ops.cast(grids, "int32"), axis=1, keepdims=True)
         length = self.first + ops.shape(patches)[1]
         index = ops.arange(length, dtype="int32") - self.first

@@ -56,7 +56,7 @@ def draw_loads(
             axis.plot([], [], "s", color=COLOURS[number], label=group)
     if dropped is not None and np.any(dropped):
         bottom = 100 * np.asarray(next(iter(shares.values())))
-        style: dict[str, Any] = {"edgecolor": COLOURS[5], "hatch": "////"}
+        style: dict[str, str | float] = {"edgecolor": COLOURS[5], "hatch": "////"}
         height = 100 * np.asarray(dropped)
         style |= {"color": "none", "linewidth": 0.6, "label": "dropped"}
         axis.bar(positions, height, width, bottom=bottom, **style)
@@ -175,7 +175,7 @@ def draw_depth(lines: dict[str, Line], names: list[str], label: str) -> "Figure"
     is_short = all(number.isdigit() for number in numbers)
     step = -(-len(names) // 14)
     texts = (numbers if is_short else names)[::step]
-    turned: dict[str, Any] = {} if is_short or len(texts) < 3 else {"rotation": 90}
+    turned: dict[str, int] = {} if is_short or len(texts) < 3 else {"rotation": 90}
     axis.set_xticks(np.arange(len(names))[::step], texts, parse_math=False, **turned)
     axis.set_xlim(-0.4, len(names) - 0.6)
     axis.set_xlabel("block" if is_short else "layer", fontsize=8)

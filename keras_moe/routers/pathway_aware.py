@@ -15,7 +15,7 @@ from keras_moe._checks import (
     check_positive,
     unfit,
 )
-from keras_moe._types import Tensor
+from keras_moe._types import Size, Tensor
 from keras_moe.ops.capacity import heterogeneous_capacity
 from keras_moe.ops.expert_types import ExpertTypes, expert_types
 from keras_moe.ops.plans import HeterogeneousPlan
@@ -215,7 +215,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
             multiple_of=self.multiple_of(training),
         )
 
-    def group_capacity(self, num_tokens: int | Tensor, training: bool | None) -> Any:
+    def group_capacity(self, num_tokens: int | Tensor, training: bool | None) -> Size:
         return self.capacities(num_tokens, training)[0]
 
     @property

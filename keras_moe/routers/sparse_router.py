@@ -21,7 +21,7 @@ from keras_moe._checks import (
     check_positive,
     unfit,
 )
-from keras_moe._types import Config, Initializer, Tensor
+from keras_moe._types import Config, Initializer, Size, Tensor
 from keras_moe.ops._initializers import PerExpert
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
 from keras_moe.ops.plans import Routing
@@ -313,7 +313,9 @@ class SparseRouter(Router):
             return self.capacity_factor, self.capacity
         return own
 
-    def group_capacity(self, num_tokens: int | Tensor, training: bool | None) -> Any:
+    def group_capacity(
+        self, num_tokens: int | Tensor, training: bool | None
+    ) -> Size | None:
         """The capacity C for groups of `num_tokens`; None if unlimited."""
         factor, capacity = self.limits(training)
         if factor is None:

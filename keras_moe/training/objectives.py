@@ -11,7 +11,6 @@ from keras_moe import data, evaluation, models
 from keras_moe._checks import check_bool, check_integer, check_one_of, unfit
 from keras_moe._processes import process_shard
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
-from keras_moe.models.preprocessing.patches import budget
 from keras_moe.models.registry import is_architecture
 from keras_moe.training.callbacks import MODES
 from keras_moe.training.metrics import MeanAveragePrecision, PrecisionAt1
@@ -244,8 +243,9 @@ def train_and_test(
     load: Callable, config: DataConfig, model: Any, of_train: dict, of_test: dict
 ) -> tuple[Any, Any]:
     """Loads endless batches of the training split, and those of the test split."""
-    if own := budget(model.backbone.config):
-        raise unfit("a model of images of one shape for a recipe's images", **own)
+    if (most := getattr(model.backbone, "max_patches", None)) is not None:
+        expected = "a model of images of one shape for a recipe's images"
+        raise unfit(expected, max_patches=most)
     common = {
         "image_shape": tuple(model.backbone.image_shape),
         "shard": process_shard(),

@@ -96,7 +96,7 @@ NOT_DEFAULT = {
         **OF_IMAGES, **OF_ATTENTION, "num_heads": 2, "class_token": False,
         "final_norm": False, "position_embedding": "rotary_2d", "rotary_base": 7.0,
         "position_interpolation": "bicubic", "embedding_norm": True,
-        "register_tokens": 2,
+        "register_tokens": 2, "max_patches": 6,
     },
     "mixer": {**OF_IMAGES, "token_mlp_dim": 6, "token_mixer": "mlp"},
     "text": {

@@ -39,7 +39,7 @@ def fresh(name, **overrides):
     if "rank" in config and isinstance(config["rank"], list):
         # Ranks as large as these models' sizes.
         sizes["rank"] = [4] * len(config["rank"])
-    if isinstance(config.get("moe_layers"), list) or name.startswith("vmoe_s32_last2"):
+    if isinstance(config.get("moe_layers"), list) or "_last2_" in name:
         sizes["moe_layers"] = [1]
     if config.get("num_experts", 0) in (16, 32, 128, 256):
         sizes["num_experts"] = 8

@@ -174,6 +174,7 @@ TRAIN = """
 import importlib.util, json, sys, types
 checks = types.ModuleType("keras_moe._checks")
 checks.check_integer = lambda name, value, *bounds: value
+checks.unfit = ValueError
 files = types.ModuleType("keras_moe._files")
 files.read_bytes = files.read_text = None
 sys.modules.update({"keras_moe._checks": checks, "keras_moe._files": files})

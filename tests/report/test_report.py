@@ -10,6 +10,7 @@ import pytest
 from keras_moe import report
 from keras_moe.analysis import prune_experts
 from keras_moe.ops import Routing
+from keras_moe.report import SectionContent, Table
 from keras_moe.report.model import reported_model
 from keras_moe.report.sections._layers import Confidence, EntropySums
 from keras_moe.report.sections._loads import LayerCounts, demand, health_findings
@@ -174,8 +175,8 @@ class Classes(report.Section):
 
     def finish(self):
         rows = [[self.model.class_name(k), n] for k, n in sorted(self.counts.items())]
-        table = report.Table(["class", "examples"], rows, "Classes")
-        return report.SectionContent([table], self.counts)
+        table = Table(["class", "examples"], rows, "Classes")
+        return SectionContent([table], self.counts)
 
 
 class Judged(report.Section):

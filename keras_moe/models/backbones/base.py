@@ -10,7 +10,7 @@ from keras import ops
 
 from keras_moe._checks import check_bool, check_concrete, check_dtype
 from keras_moe._compat import order_layers
-from keras_moe._types import Config, DType
+from keras_moe._types import Config, DType, Tensor
 from keras_moe.layers import MoEConfig, MuMoEConfig, TowerConfig
 from keras_moe.layers.pooling import masked_mean
 from keras_moe.layers.tower_config import initialization_rules, warn_of_unused
@@ -326,7 +326,7 @@ class ImageBackbone(MoEBackbone):
             features["registers"] = tokens[:, int(self.class_token) : first]
         return {**features, **self._block_tokens}
 
-    def token_mask(self, inputs: Any) -> Any:
+    def token_mask(self, inputs: object) -> Tensor | None:
         """Which tokens (B, N) of symbolic inputs are no padding; None for all."""
         return None
 
@@ -335,7 +335,7 @@ class ImageBackbone(MoEBackbone):
         """Number of tokens before the patches: the class token and registers."""
         return int(self.class_token) + getattr(self.config, "register_tokens", 0)
 
-    def patches_of(self, tokens: Any) -> dict[str, Any]:
+    def patches_of(self, tokens: Tensor) -> dict[str, Tensor]:
         """The patches of symbolic tokens (B, N, T), by the name that features have."""
         patches = tokens[:, self.first_patch :]
         return {"grid": ops.reshape(patches, (-1, *self.grid, tokens.shape[-1]))}

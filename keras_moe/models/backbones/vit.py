@@ -18,7 +18,7 @@ from keras_moe._checks import (
     check_positive,
     unfit,
 )
-from keras_moe._types import DType
+from keras_moe._types import DType, Tensor
 from keras_moe.layers import (
     PatchEmbedding,
     PositionEmbedding,
@@ -187,12 +187,12 @@ class ViTBackbone(ImageBackbone):
         """Most patches of an image, if images have any shape."""
         return self.config.max_patches
 
-    def token_mask(self, inputs: Any) -> Any:
+    def token_mask(self, inputs: Any) -> Tensor | None:
         if self.config.max_patches is None:
             return None
         return self.get_layer("patch_mask")(inputs["patches"], inputs["grids"])
 
-    def patches_of(self, tokens: Any) -> dict[str, Any]:
+    def patches_of(self, tokens: Tensor) -> dict[str, Tensor]:
         if self.config.max_patches is None:
             return super().patches_of(tokens)
         return {"patches": tokens[:, self.first_patch :]}

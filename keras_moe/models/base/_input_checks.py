@@ -92,7 +92,7 @@ def is_array(value: object) -> bool:
     return isinstance(value, np.ndarray) or ops.is_tensor(value)
 
 
-def check_inputs(model: KerasModel, inputs: object, owner: Any = None) -> None:
+def check_inputs(model: KerasModel, inputs: object, owner: object = None) -> None:
     """Checks the shapes of input arrays; `owner` has the backbone, if not `model`."""
     symbolic_inputs = tree.flatten(model.input)
     if any(symbolic.name == "grids" for symbolic in symbolic_inputs):

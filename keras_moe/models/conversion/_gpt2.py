@@ -150,7 +150,7 @@ def gpt2_files(model: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         "eos_token_id": end,
         "torch_dtype": "float32",
     }
-    files: dict[str, Any] = {CONFIG_NAME: content}
+    files: dict[str, object] = {CONFIG_NAME: content}
     pairs = getattr(model.tokenizer, "tokenizer", None)
     if isinstance(pairs, keras_hub.tokenizers.GPT2Tokenizer):
         merges = "\n".join(["#version: 0.2", *(pairs.merges or ()), ""])

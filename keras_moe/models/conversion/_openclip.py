@@ -185,7 +185,7 @@ def _timm_image_spec(file, config, overrides):
     """Returns the spec of a timm image tower, as in OpenCLIP's SigLIPs."""
     vision = config.get("model_cfg", {}).get("vision_cfg", {})
     cfg = config.get("preprocess_cfg", {})
-    timm: dict[str, Any] = {
+    timm: dict[str, object] = {
         "pretrained_cfg": {
             "mean": cfg.get("mean", CLIP_IMAGES.mean),
             "std": cfg.get("std", CLIP_IMAGES.std),

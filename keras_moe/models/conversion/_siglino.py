@@ -74,7 +74,7 @@ def siglino_spec(
             raise unfit("activation='silu'", activation=activation)
     check_patch_size(overrides, size)
     # As published, of between 64 patches and the budget.
-    images: dict[str, Any] = {"interpolation": "bicubic"}
+    images: dict[str, object] = {"interpolation": "bicubic"}
     if (most := overrides.get("max_patches")) is not None:
         images.update(max_patches=most, min_patches=min(64, most), patch_size=size)
     has_norms, teachers = "layers.0.ffn_norm.weight" in file, _teachers(file)

@@ -379,7 +379,7 @@ def _lacks_class_row(file, arguments):
 
 def _pooling(file, pooling, arguments):
     if pooling == "map":
-        task: dict[str, Any] = {"pooling": "map"}
+        task: dict[str, object] = {"pooling": "map"}
         if arguments["query_key_norm"]:
             # timm's pooling does not normalise queries and keys.
             task["pooling_query_key_norm"] = False

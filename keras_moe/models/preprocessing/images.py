@@ -206,7 +206,7 @@ class ImagePreprocessor:
         image_shape: tuple | None = None,
         num_classes: int | None = None,
         max_patches: int | None = None,
-        patch_size: Any = None,
+        patch_size: int | Sequence[int] | None = None,
     ) -> "ImagePreprocessor":
         """Returns a copy for another image shape or number of classes.
 

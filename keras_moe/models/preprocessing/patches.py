@@ -9,7 +9,7 @@ import numpy as np
 from keras_moe._checks import check_integer, check_pair, unfit
 
 
-def budget(config: Any) -> dict[str, Any]:
+def budget(config: object) -> dict[str, Any]:
     """`max_patches` and `patch_size` of an image config or a pair's, or {}."""
     values = config if isinstance(config, dict) else vars(config)
     values = values.get("image", values)

@@ -8,6 +8,7 @@ import keras
 from keras import ops
 
 from keras_moe._checks import check_number, check_one_of, outer_stack_level, unfit
+from keras_moe._types import Tensor
 from keras_moe.layers import LayerNorm, MuMoE
 from keras_moe.layers._layer import layer_argument
 from keras_moe.layers.pooling import pooling_layer
@@ -99,12 +100,12 @@ class MembersMean(keras.layers.Layer):
         super().__init__(**kwargs)
         self.ensemble_size, self.kind = ensemble_size, kind
 
-    def call(self, outputs: Any, training: bool | None = None) -> Any:
+    def call(self, outputs: Tensor, training: bool | None = None) -> Tensor:
         """Takes (B M, C), the members of an example one after the other."""
         members = ops.reshape(outputs, (-1, self.ensemble_size, outputs.shape[-1]))
         return members if training else self.mean(members)
 
-    def mean(self, members: Any) -> Any:
+    def mean(self, members: Tensor) -> Tensor:
         """Averages (B, M, C)."""
         x = ops.cast(members, "float32")
         if self.kind == PROBABILITIES:

@@ -17,7 +17,7 @@ from keras_moe._checks import (
     check_one_of,
     unfit,
 )
-from keras_moe._types import DType
+from keras_moe._types import DType, Tensor
 from keras_moe.layers.moe_config import moe_config
 from keras_moe.layers.pooling import check_pooling
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
@@ -398,8 +398,8 @@ class ImageClassifier(MoETask, HubClassifier):
         return super().compute_loss(x, y, y_pred, sample_weight, training)
 
     def compute_metrics(
-        self, x: object, y: object, y_pred: Any, sample_weight: object = None
-    ) -> dict[str, Any]:
+        self, x: object, y: object, y_pred: Tensor, sample_weight: object = None
+    ) -> dict[str, Tensor]:
         if self._has_members(y_pred):
             y_pred = self.members_mean.mean(y_pred)
         return super().compute_metrics(x, y, y_pred, sample_weight)

@@ -187,7 +187,7 @@ class TeacherFeatures(MoETask, keras_hub.models.Task):
             encoded = backbone(backbone.input)
             mask = backbone.token_mask(backbone.input)
             features = {name: head(encoded, mask=mask) for name, head in heads.items()}
-        outputs: dict[str, Any] = {}
+        outputs: dict[str, Tensor] = {}
         for name, (tokens, summary) in features.items():
             outputs[name] = summary
             for kind, patches in backbone.patches_of(tokens).items():
