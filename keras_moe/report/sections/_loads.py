@@ -90,7 +90,8 @@ def demand(block: Block, record: Any, counts: np.ndarray) -> np.ndarray:
         # Tokens choose the best of the remaining experts.
         affinity = np.where(is_present, affinity, -np.inf)
     # Each member of an ensemble chooses among its own experts.
-    affinity = affinity.reshape(len(affinity), block.members, -1)
+    own = affinity.shape[-1] // block.members
+    affinity = affinity.reshape(len(affinity), block.members, own)
     chosen = np.argsort(-affinity, axis=-1, kind="stable")
     chosen = chosen[..., : (block.num_selected_experts or 1) // block.members]
     result = np.zeros_like(affinity, served.dtype)
