@@ -347,9 +347,7 @@ def routed_tokens(model: KerasModel, name: str, inputs: Any) -> np.ndarray | Non
     backbone: Any = getattr(model, "backbone", model)
     if name.startswith("image/"):
         backbone = backbone.tower_backbone("image")
-    index = np.arange(backbone.first_patch + inputs["patches"].shape[1])
-    num_patches = np.prod(np.asarray(inputs["grids"]), axis=1, keepdims=True)
-    return index - backbone.first_patch < num_patches
+    return keras.ops.convert_to_numpy(backbone.token_mask(inputs))
 
 
 def masks_padding(model: KerasModel, name: str) -> bool:

@@ -31,12 +31,16 @@ def sincos_table(grid: tuple[int, int], dim: int) -> np.ndarray:
     """
     if dim % 4 or dim < 8:
         raise unfit("a multiple of 4 of at least 8 for sine-cosine embeddings", dim=dim)
-    quarter = dim // 4
-    omega = 1.0 / 10000 ** (np.arange(quarter) / (quarter - 1))
+    omega = _sincos_frequencies(dim)
     y, x = np.mgrid[: grid[0], : grid[1]]
     x, y = np.outer(x.ravel(), omega), np.outer(y.ravel(), omega)
     table = np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1)
     return table.astype("float32")
+
+
+def _sincos_frequencies(dim):
+    quarter = dim // 4
+    return 1.0 / 10000 ** (np.arange(quarter) / (quarter - 1))
 
 
 def resize_positions(
@@ -167,8 +171,7 @@ class PositionEmbedding(Layer):
         first = embedding.shape[1] - rows * columns
         place, size = patch_places(grids, num_tokens - first)
         if self.kind == "sincos":
-            quarter = embedding.shape[2] // 4
-            omega = 1.0 / 10000 ** (np.arange(quarter) / (quarter - 1))
+            omega = _sincos_frequencies(embedding.shape[2])
             omega = ops.convert_to_tensor(omega.astype("float32"))
             angles = ops.expand_dims(place, -1) * omega
             y, x = ops.unstack(angles, axis=2)

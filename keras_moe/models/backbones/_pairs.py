@@ -17,7 +17,6 @@ from keras_moe.models.base._input_checks import (
     check_texts,
     is_array,
 )
-from keras_moe.models.preprocessing.patches import budget
 
 # A modality's id is its index here.
 MODALITIES = ("image", "text")
@@ -86,11 +85,6 @@ class PairBackbone(TakesPairs, ReadsTexts, MoEBackbone):
                 encoder = PairEncoder(*inputs, *limits, name=name)
                 self._encoders[modality] = encoder, _identities(encoder)
             return encoder
-
-    @property
-    def max_patches(self) -> int | None:
-        """Most patches of an image, if images have any shape."""
-        return budget(self.config).get("max_patches")
 
     @property
     def logit_scale(self) -> LogitScale:

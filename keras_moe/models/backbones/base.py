@@ -19,6 +19,7 @@ from keras_moe.models.backbones.tower import Tower, TowerOutputs
 from keras_moe.models.base._model import Backbone, MoEModel
 from keras_moe.models.loading import _overrides
 from keras_moe.models.loading.blueprint import Part
+from keras_moe.models.preprocessing.patches import budget
 from keras_moe.models.saving import _lora
 from keras_moe.models.saving._lora import (
     saved_policy,
@@ -126,6 +127,11 @@ class MoEBackbone(MoEModel, Backbone):
     def moe(self) -> MoEConfig | MuMoEConfig | None:
         """The MoE configuration; None for a dense model."""
         return self.config.moe
+
+    @property
+    def max_patches(self) -> int | None:
+        """Most patches of an image, if images have any shape."""
+        return budget(self.config).get("max_patches")
 
     @property
     def ensemble_size(self) -> int:

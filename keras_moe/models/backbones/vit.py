@@ -182,11 +182,6 @@ class ViTBackbone(ImageBackbone):
         encoded = tower.encode(x, mask, mixer_arguments=arguments)
         return inputs, encoded.tokens, encoded
 
-    @property
-    def max_patches(self) -> int | None:
-        """Most patches of an image, if images have any shape."""
-        return self.config.max_patches
-
     def token_mask(self, inputs: Any) -> Tensor | None:
         if self.config.max_patches is None:
             return None

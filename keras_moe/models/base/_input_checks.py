@@ -15,7 +15,6 @@ from keras import ops, tree
 from keras_moe._checks import check_class_labels, fits_shape, outer_stack_level, unfit
 from keras_moe._types import KerasModel
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
-from keras_moe.models.preprocessing.patches import budget
 
 
 def check_labels(labels: object, num_classes: int, loss: object) -> None:
@@ -105,7 +104,7 @@ def check_inputs(model: KerasModel, inputs: object, owner: object = None) -> Non
 
 def _check_patches(model, inputs):
     """Raises ValueError if patches and grids of images do not fit."""
-    most = budget(getattr(model, "backbone", model).config)["max_patches"]
+    most = getattr(model, "backbone", model).max_patches
     if not isinstance(inputs, dict):
         if is_array(inputs):
             expected = "a dict of patches and grids, as pad_patches makes it"
@@ -180,7 +179,7 @@ def check_batch(model: Any, batch: object) -> None:
     if on_tensorflow and labels is not None and hasattr(model, "check_labels"):
         # Elsewhere `checking_labels` has those of every batch.
         model.check_labels(labels)
-    if isinstance(inputs, dict) and "grids" in inputs and budget(model.backbone.config):
+    if any(symbolic.name == "grids" for symbolic in tree.flatten(model.input)):
         _check_patches(model, inputs)
     token_ids = inputs.get("token_ids") if isinstance(inputs, dict) else None
     vocabulary_size = getattr(model.backbone, "vocabulary_size", None)

@@ -55,7 +55,7 @@ def _largest_grid(size, patch_size, max_patches):
         )
         return down, across
 
-    # A bisection with the precision of SigLIP 2's, whose results it has.
+    # A bisection as precise as SigLIP 2's, which finds the same grids.
     low, high = 1e-6, 100.0
     while high - low >= 1e-5:
         scale = (low + high) / 2

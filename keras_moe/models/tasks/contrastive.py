@@ -273,7 +273,7 @@ class ContrastiveModel(TakesPairs, LabellessTask):
         # Integer pixels are raw.
         is_raw = "int" in str(getattr(images, "dtype", ""))
         is_prepared = shape[1:] == tuple(self.backbone.image_shape) and not is_raw
-        if budget(self.backbone.config):
+        if self.backbone.max_patches is not None:
             is_prepared = isinstance(images, dict)
         if self.image_preprocessor is not None and not is_prepared:
             images, _ = self.image_preprocessor.batch(images)
