@@ -30,10 +30,6 @@ from keras_moe.evaluation.language import (
     lm_eval_model,
     multiple_choice,
 )
-from keras_moe.evaluation.nearest_neighbours import (
-    NearestNeighboursResult,
-    nearest_neighbours,
-)
 from keras_moe.evaluation.retrieval import (
     ContrastiveAccuracyResult,
     RetrievalResult,
@@ -60,7 +56,6 @@ __all__ = [
     "ContrastiveAccuracyResult",
     "FewShotResult",
     "MultipleChoiceResult",
-    "NearestNeighboursResult",
     "OutOfDistributionResult",
     "PairEmbeddings",
     "RetrievalResult",
@@ -80,7 +75,6 @@ __all__ = [
     "mean_average_precision",
     "mteb_model",
     "multiple_choice",
-    "nearest_neighbours",
     "out_of_distribution",
     "precision_at_1",
     "prompts",

@@ -15,7 +15,6 @@ from keras_moe.evaluation import (
     extract_features,
     few_shot,
     mean_average_precision,
-    nearest_neighbours,
     out_of_distribution,
     prompts,
     read_class_names,
@@ -47,7 +46,6 @@ class Endless:
 RIGHT = {
     few_shot: {**LABELLED, "num_classes": 3, "shots": (1,)},
     extract_features: {"model": np.copy, "data": (IMAGES, CLASSES)},
-    nearest_neighbours: LABELLED,
     calibration: {"probabilities": np.full((60, 3), 1 / 3), "labels": CLASSES},
     out_of_distribution: {"in_scores": [0.5], "out_scores": [0.1]},
     segmentation_probe: {
@@ -89,11 +87,6 @@ RIGHT = {
     (extract_features, {"batch_size": 0}, "batch_size=0"),
     (extract_features, {"data": (IMAGES, CLASSES[1:])}, "lengths [59, 60]"),
     (few_shot, {"train_features": IMAGES}, "shape=(60, 2, 2, 1)"),
-    (nearest_neighbours, {"k": 61}, "k=61"),
-    (nearest_neighbours, {"temperature": 0.0}, "temperature=0.0"),
-    (nearest_neighbours, {"num_classes": 2}, "received: 2, and 20"),
-    (nearest_neighbours, {"test_features": 0 * FEATURES}, "indices [0, 1, 2"),
-    (nearest_neighbours, {"test_features": IMAGES}, "shape=(60, 2, 2, 1)"),
     (calibration, {"probabilities": np.ones((60, 3))}, "60 others, such as row 0"),
     (calibration, {"labels": CLASSES + 1}, "received: 3"),
     (calibration, {"num_bins": 0}, "num_bins=0"),
