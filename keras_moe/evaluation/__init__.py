@@ -25,10 +25,8 @@ from keras_moe.evaluation.image_text import (
     zero_shot_from_model,
 )
 from keras_moe.evaluation.language import (
-    MultipleChoiceResult,
     continuation_log_likelihoods,
     lm_eval_model,
-    multiple_choice,
 )
 from keras_moe.evaluation.retrieval import (
     ContrastiveAccuracyResult,
@@ -55,7 +53,6 @@ __all__ = [
     "ClassSubset",
     "ContrastiveAccuracyResult",
     "FewShotResult",
-    "MultipleChoiceResult",
     "OutOfDistributionResult",
     "PairEmbeddings",
     "RetrievalResult",
@@ -74,7 +71,6 @@ __all__ = [
     "lm_eval_model",
     "mean_average_precision",
     "mteb_model",
-    "multiple_choice",
     "out_of_distribution",
     "precision_at_1",
     "prompts",
