@@ -1,6 +1,5 @@
 import json
 
-import keras_hub
 import numpy as np
 import pytest
 
