@@ -69,7 +69,6 @@ def files(tmp_path_factory):
     (f"estimate {HUGE} --fit", "no --fit without --compile; received: True"),
     (f"estimate {HUGE} --compile v5e:4x4", "no --devices with --compile"),
     ("estimate vit_b16 --batch-size 8 --compile v5e:4x5", "v5e: 1x1, 2x2"),
-    ("estimate x --compile v5e:1x1 --figure a.txt", ".pdf; received: a.txt"),
     ("estimate vit_b16 --devices 8", "Expected --batch-size"),
     ("estimate --devices 8", "a model or --recipe; received: neither"),
     (f"estimate {HUGE} --recipe vmoe_digits", "received: both"),
