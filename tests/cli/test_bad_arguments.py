@@ -49,7 +49,6 @@ def files(tmp_path_factory):
     ("describe --json vit_b16", "a file that ends with .json"),
     ("describe vit_b16 --num-classes 0", "at least 1; received: 0"),
     ("estimate x --utilization nan", "above 0; received: nan"),
-    ("deduplicate --data digits --max-distance -5", "received: -5"),
     ("quickstart --epochs 0", "--epochs: Expected an integer, at least 1"),
     ("train", "a recipe, or --list alone"),
     ("train mumoe_digits --list", "a recipe, or --list alone"),
@@ -74,9 +73,6 @@ def files(tmp_path_factory):
     (f"estimate {HUGE} --recipe vmoe_digits", "received: both"),
     ("estimate --recipe vmoe_digit --devices 8", "nearest: vmoe_digits"),
     ("estimate --recipe routers_jft --devices 8", "--num-classes"),
-    # deduplicate
-    ("deduplicate --data folder:nowhere", "'nowhere'"),
-    ("deduplicate --data digits --max-distance 65", "max_distance=65"),
     # convert
     (f"convert {NPZ} @new --set num_classes=3", "num_classes=3, which --num-cl"),
     (f"convert {NPZ} @new --set task=backbone", "which --task sets"),
