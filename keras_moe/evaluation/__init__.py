@@ -5,12 +5,7 @@ from keras_moe.evaluation.average_precision import (
     mean_average_precision,
     precision_at_1,
 )
-from keras_moe.evaluation.confidence import (
-    CalibrationResult,
-    OutOfDistributionResult,
-    calibration,
-    out_of_distribution,
-)
+from keras_moe.evaluation.confidence import CalibrationResult, calibration
 from keras_moe.evaluation.few_shot import (
     FewShotResult,
     extract_features,
@@ -53,7 +48,6 @@ __all__ = [
     "ClassSubset",
     "ContrastiveAccuracyResult",
     "FewShotResult",
-    "OutOfDistributionResult",
     "PairEmbeddings",
     "RetrievalResult",
     "SegmentationResult",
@@ -71,7 +65,6 @@ __all__ = [
     "lm_eval_model",
     "mean_average_precision",
     "mteb_model",
-    "out_of_distribution",
     "precision_at_1",
     "prompts",
     "read_class_names",
