@@ -29,7 +29,6 @@ from keras_moe.evaluation.retrieval import (
     contrastive_accuracy,
     retrieval,
 )
-from keras_moe.evaluation.segmentation import SegmentationResult, segmentation_probe
 from keras_moe.evaluation.zero_shot import (
     TEMPLATES,
     ClassSubset,
@@ -50,7 +49,6 @@ __all__ = [
     "FewShotResult",
     "PairEmbeddings",
     "RetrievalResult",
-    "SegmentationResult",
     "ZeroShotResult",
     "average_precision",
     "calibration",
@@ -71,7 +69,6 @@ __all__ = [
     "read_class_subset",
     "read_templates",
     "retrieval",
-    "segmentation_probe",
     "zero_shot",
     "zero_shot_from_model",
 ]
