@@ -208,11 +208,6 @@ LOOKS = {
         "continuations": lambda model: evaluation.continuation_log_likelihoods(
             model, [("a cat", " sat")]
         ),
-        "choice": lambda model: (
-            evaluation.multiple_choice(
-                model, [("a cat", [" sat", " hat"])], [0]
-            ).accuracy
-        ),
     },
 }
 SERVED = {

@@ -49,7 +49,6 @@ def files(tmp_path_factory):
     ("describe --json vit_b16", "a file that ends with .json"),
     ("describe vit_b16 --num-classes 0", "at least 1; received: 0"),
     ("estimate x --utilization nan", "above 0; received: nan"),
-    ("deduplicate --data digits --max-distance -5", "received: -5"),
     ("quickstart --epochs 0", "--epochs: Expected an integer, at least 1"),
     ("train", "a recipe, or --list alone"),
     ("train mumoe_digits --list", "a recipe, or --list alone"),
@@ -69,15 +68,11 @@ def files(tmp_path_factory):
     (f"estimate {HUGE} --fit", "no --fit without --compile; received: True"),
     (f"estimate {HUGE} --compile v5e:4x4", "no --devices with --compile"),
     ("estimate vit_b16 --batch-size 8 --compile v5e:4x5", "v5e: 1x1, 2x2"),
-    ("estimate x --compile v5e:1x1 --figure a.txt", ".pdf; received: a.txt"),
     ("estimate vit_b16 --devices 8", "Expected --batch-size"),
     ("estimate --devices 8", "a model or --recipe; received: neither"),
     (f"estimate {HUGE} --recipe vmoe_digits", "received: both"),
     ("estimate --recipe vmoe_digit --devices 8", "nearest: vmoe_digits"),
     ("estimate --recipe routers_jft --devices 8", "--num-classes"),
-    # deduplicate
-    ("deduplicate --data folder:nowhere", "'nowhere'"),
-    ("deduplicate --data digits --max-distance 65", "max_distance=65"),
     # convert
     (f"convert {NPZ} @new --set num_classes=3", "num_classes=3, which --num-cl"),
     (f"convert {NPZ} @new --set task=backbone", "which --task sets"),
