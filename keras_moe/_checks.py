@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 # The largest seed that NumPy and `keras.utils.set_random_seed` accept.
 LARGEST_SEED = 2**32 - 1
+# The number of names that an error lists where none is near.
+_FEW = 12
 
 
 def _expect(fits: object, what: str, name: str, value: object) -> None:
@@ -337,6 +339,8 @@ def check_argument_names(
 
 
 def nearest(name: str, names) -> str:
-    """Returns a clause with the names nearest to `name`, or with all names."""
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    """Returns a clause with the nearest names, or with all if they are few."""
+    close = difflib.get_close_matches(name, names, n=5, cutoff=0.5)
+    if not close and len(names) > _FEW:
+        close = difflib.get_close_matches(name, names, n=5, cutoff=0.0)
     return f"nearest: {', '.join(close)}" if close else f"known: {', '.join(names)}"
