@@ -247,9 +247,13 @@ def run_lock(folder: str | os.PathLike) -> Iterator[None]:
         return
     folder = Path(folder)
 
+    hint = "--output takes another folder"
+
     def hold() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        held.enter_context(locked(folder / ".run.lock", f"the run in {folder}"))
+        held.enter_context(
+            locked(folder / ".run.lock", f"the run in {folder} ({hint})")
+        )
 
     with contextlib.ExitStack() as held:
         broadcast_from_primary(hold)

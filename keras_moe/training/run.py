@@ -361,7 +361,7 @@ def _diagnosis(run, checkpoint, error, verbose):
     if good:
         message += f". The last good checkpoint is {good}"
     rate = run.recipe.schedule.learning_rate
-    return f"{message}. Try less than learning_rate={rate}"
+    return f"{message}. Try less than learning_rate={rate} (--learning-rate)"
 
 
 def _result(run, checkpoint, history):

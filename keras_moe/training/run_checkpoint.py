@@ -272,8 +272,9 @@ class RunCheckpoint(Callback):
         if different:
             raise ValueError(
                 f"Expected the settings of the run in {self.folder}; received: "
-                f"{', '.join(different)}. Take another folder, begin anew, or extend "
-                "the run if its length alone differs"
+                f"{', '.join(different)}. Take another folder (--output), begin anew "
+                "(--restart, resume=False), or extend the run (--extend, extend=True) "
+                "if its length alone differs"
             )
         old, new = state["versions"], versions()
         if old != new:
@@ -332,8 +333,8 @@ def _check_random_states(checkpoint):
     if "keras" not in checkpoint.state.get("random", ()):
         raise ValueError(
             "Expected the checkpoint of a run, with the random states of this version "
-            f"of keras_moe; received: {checkpoint.path}. Begin the run anew, or end it "
-            "with the version that began it"
+            f"of keras_moe; received: {checkpoint.path}. Begin the run anew "
+            "(--restart), or end it with the version that began it"
         )
 
 
