@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import keras
 import numpy as np
 
-from keras_moe._errors import unfit
+from keras_moe._errors import install, unfit
 
 if TYPE_CHECKING:
     from keras_moe._types import Config, Size, Tensor
@@ -278,12 +278,13 @@ def check_affinity(
         )
 
 
-def import_extra(module: str, message: str) -> ModuleType:
-    """Imports a module of an optional package, or fails with `message`."""
+def import_extra(module: str, message: str, extra: str | None = None) -> ModuleType:
+    """Imports a module of an optional package, or says how to install its extra."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(message) from error
+        hint = f": {install(extra)}" if extra else ""
+        raise ImportError(f"{message}{hint}") from error
 
 
 def outer_stack_level() -> int:

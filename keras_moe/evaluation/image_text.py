@@ -251,9 +251,9 @@ def mteb_model(model: Any, name: str = "keras_moe/model", batch_size: int = 64) 
     mteb.evaluate(mteb_model(model), tasks)
     ```
     """
-    message = 'Expected the package mteb: pip install "keras-moe[mteb]"'
-    base = import_extra("mteb.models.abs_encoder", message).AbsEncoder
-    metadata = import_extra("mteb.models.model_meta", message)
+    needs = ("Expected the package mteb", "mteb")
+    base = import_extra("mteb.models.abs_encoder", *needs).AbsEncoder
+    metadata = import_extra("mteb.models.model_meta", *needs)
     batch_size = check_integer("batch_size", batch_size)
     if not isinstance(name, str) or name.count("/") != 1:
         raise ValueError(f"Expected name 'organization/model'; received: name={name!r}")

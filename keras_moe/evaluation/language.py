@@ -247,8 +247,8 @@ def lm_eval_model(model: Any, batch_size: int = 8) -> Any:
     lm_eval.simple_evaluate(model, tasks=["arc_easy"])["results"]
     ```
     """
-    message = 'Expected the package lm_eval: pip install "keras-moe[lm-eval]"'
-    base = import_extra("lm_eval.api.model", message).LM
+    needs = ("Expected the package lm_eval", "lm-eval")
+    base = import_extra("lm_eval.api.model", *needs).LM
     scorer = _Scorer(model, batch_size)
     model.compile(sampler="greedy")
 

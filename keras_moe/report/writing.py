@@ -337,8 +337,7 @@ def _leave_out(sections, excess):
 
 def import_jinja2() -> ModuleType:
     """Imports Jinja2, which the page needs."""
-    needs = "Reports need Jinja2 and matplotlib: pip install 'keras-moe[report]'"
-    return import_extra("jinja2", needs)
+    return import_extra("jinja2", "Reports need Jinja2 and matplotlib", "report")
 
 
 def _cell_text(cell):
