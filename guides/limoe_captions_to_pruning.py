@@ -159,7 +159,7 @@ for row, modifiers in enumerate(emoji.modifiers):
         rows.append(row)
         tones.append(own.pop())
 result = evaluation.zero_shot_from_model(
-    model, images[rows], np.array(tones), TONES, TEMPLATES, ks=(1,)
+    model, images[rows], np.array(tones), TONES, TEMPLATES, ks=(1,), verbose=0
 )
 accuracy = result.figures()["top_1"]
 print(f"{accuracy:.1%} of {len(rows)} emoji, chance is {1 / len(TONES):.0%}")

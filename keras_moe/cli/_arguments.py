@@ -184,7 +184,7 @@ def add_count(
 
 
 def add_batch_size(parser: Options) -> None:
-    add_count(parser, "--batch-size", "The number of examples in a batch.", 64)
+    add_count(parser, "--batch-size", "The number of examples in a batch.", 32)
 
 
 def add_shots(parser: Options, default: list[int] | None) -> None:

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
 
         def bar(name):
             task = bars.add_task(name, total=None)
-            return lambda done, total: bars.update(task, completed=done, total=total)
+            return lambda done, total, _: bars.update(task, completed=done, total=total)
 
         hashes, reference = (
             data.image_hashes(source, split, args.data_dir, bar(f"{source} {split}"))

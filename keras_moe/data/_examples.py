@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_moe._files import open_regular
-from keras_moe._types import Structure, Tensor
+from keras_moe._types import OnProgress, Structure, Tensor
 from keras_moe.data._packages import tf
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import read_or_name, reading_errors, records_or_name
@@ -95,7 +95,7 @@ class Examples:
         return self.pass_over(Share(0, 1, 1), None, 0, None)
 
     def scan(
-        self, function: Callable, progress: Callable[[int, int], Any] | None = None
+        self, function: Callable, progress: OnProgress | None = None
     ) -> Iterator[tuple[np.ndarray, ...]]:
         """Yields batches of `function(position, item)` of all examples, as arrays."""
         dataset = self.all_items().map(function, num_parallel_calls=tf.data.AUTOTUNE)
@@ -105,7 +105,7 @@ class Examples:
                 yield columns
                 done += len(columns[0])
                 if progress is not None:
-                    progress(done, self.count)
+                    progress(done, self.count, self.name)
 
     def sizes(self) -> set[tuple[int, int]]:
         """Returns (height, width) of some images as they are stored."""

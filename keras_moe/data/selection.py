@@ -6,7 +6,7 @@ bits say which low frequencies of the grey image are above their median.
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from keras_moe._checks import check_integer, check_one_of, unfit
 from keras_moe._files import write_json
+from keras_moe._types import OnProgress
 from keras_moe.data._examples import Examples
 from keras_moe.data._files import read_json
 from keras_moe.data._packages import tf
@@ -198,13 +199,13 @@ def image_hashes(
     source: str,
     split: str,
     data_dir: str | None = None,
-    progress: Callable[[int, int], Any] | None = None,
+    progress: OnProgress | None = None,
 ) -> ImageHashes:
     """Reads and hashes all images of a split.
 
     Args:
         source: see `keras_moe.data.load`, also for `split` and `data_dir`.
-        progress: called with the number of finished images and the total.
+        progress: function of (done, total, name), called after each batch of images.
 
     Example:
 
@@ -231,7 +232,7 @@ def find_duplicates(
     hashes: ImageHashes,
     reference: ImageHashes,
     max_distance: int | None = 3,
-    progress: Callable[[int, int], Any] | None = None,
+    progress: OnProgress | None = None,
 ) -> np.ndarray:
     """Returns sorted indices of images that also occur in a reference, e.g. a test set.
 
@@ -265,7 +266,8 @@ def find_duplicates(
             distances = _ONES_OF_16_BITS[parts].sum(axis=-1, dtype="u1")
             is_copy[block[distances.min(axis=1) <= max_distance]] = True
             if progress is not None:
-                progress(min(at + size, len(candidates)), len(candidates))
+                done = min(at + size, len(candidates))
+                progress(done, len(candidates), "comparing")
     return np.flatnonzero(is_copy)
 
 

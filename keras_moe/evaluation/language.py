@@ -40,7 +40,7 @@ def multiple_choice(
     model: Any,
     questions: Iterable[tuple[str, Sequence[str]]],
     answers: Sequence[int] | None = None,
-    batch_size: int = 8,
+    batch_size: int = 32,
 ) -> MultipleChoiceResult:
     """Answers questions by the likelihood of each choice after its question.
 
@@ -108,7 +108,7 @@ def _checked_answers(answers, questions):
 
 
 def continuation_log_likelihoods(
-    model: Any, pairs: Iterable[tuple[str, str]], batch_size: int = 8
+    model: Any, pairs: Iterable[tuple[str, str]], batch_size: int = 32
 ) -> list[tuple[float, bool]]:
     """Log-likelihood of texts after others, and whether greedy decoding writes them.
 
@@ -226,7 +226,7 @@ class _Scorer:
         ]
 
 
-def lm_eval_model(model: Any, batch_size: int = 8) -> Any:
+def lm_eval_model(model: Any, batch_size: int = 32) -> Any:
     """Wraps a language model for EleutherAI's Language Model Evaluation Harness.
 
     Needs the extra `lm-eval`; its tasks download their data. The model is compiled to

@@ -37,6 +37,7 @@ def nearest_neighbours(
     test_labels: ArrayLike,
     k: int = 20,
     temperature: float = 0.07,
+    *,
     num_classes: int | None = None,
 ) -> NearestNeighboursResult:
     """Classifies by a weighted vote of the k nearest training examples.

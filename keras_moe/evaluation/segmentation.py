@@ -57,6 +57,7 @@ def segmentation_probe(
     train_masks: ArrayLike,
     test_features: ArrayLike,
     test_masks: ArrayLike,
+    *,
     l2s: ArrayLike = L2S,
     num_classes: int | None = None,
     ignore_label: int | None = 255,

@@ -82,6 +82,7 @@ def save_checkpoint(
     step: int,
     groups: dict[str, Sequence[keras.Variable]],
     state: dict,
+    *,
     keep: int = 3,
     keep_every: int | None = None,
     keep_steps: Collection[int] = (),

@@ -83,6 +83,7 @@ class RunCheckpoint(Callback):
         self,
         folder: str | os.PathLike,
         steps_per_epoch: int,
+        *,
         every: int | None = None,
         keep: int = 3,
         keep_every: int | None = None,
@@ -240,8 +241,15 @@ class RunCheckpoint(Callback):
             "versions": versions(),
         }
         try:
-            keep = self.keep, self.keep_every, [x for x in best[:1] if x is not None]
-            path = save_checkpoint(self.folder, step, groups, state, *keep)
+            path = save_checkpoint(
+                self.folder,
+                step,
+                groups,
+                state,
+                keep=self.keep,
+                keep_every=self.keep_every,
+                keep_steps=[x for x in best[:1] if x is not None],
+            )
         except OSError as error:
             message = (
                 f"The checkpoint of step {step} could not be written: {error}; the "

@@ -83,4 +83,4 @@ def test_images_of_one_colour(tmp_path):
     source, seen = f"tfrecord:{tmp_path}", []
     train = image_hashes(source, "train", progress=lambda *step: seen.append(step))
     assert find_duplicates(train, image_hashes(source, "test")).tolist() == [1]
-    assert seen == [(3, 3)]
+    assert seen == [(3, 3, source)]
