@@ -138,7 +138,7 @@ def usage(model, inputs, **options):
 
 def ablated(model, layer, experts, removal=None):
     result = analysis.ablate_experts(
-        model, IMAGES, LABELS, layer, experts, removal, verbose=0
+        model, IMAGES, LABELS, layer, experts, removal=removal, verbose=0
     )
     return result.to_dict()
 

@@ -8,6 +8,7 @@ import numpy as np
 from keras import ops
 from numpy.typing import ArrayLike
 
+from keras_moe._batches import progress_bar
 from keras_moe._checks import check_class_labels, check_one_of, unfit
 from keras_moe._compat import flatten_layers, serving
 from keras_moe._types import KerasModel, Tensor
@@ -78,6 +79,7 @@ def ablate_experts(
     labels: ArrayLike,
     layer: str = "head",
     experts: Sequence[Experts] | np.ndarray | None = None,
+    *,
     removal: str | None = None,
     batch_size: int = 32,
     verbose: str | int = "auto",
@@ -100,7 +102,7 @@ def ablate_experts(
         removal: `"output"` (experts with weights) or `"choice"` (token choice). None is
             `"output"` if experts with weights are given by number, else `"choice"`.
         batch_size: images per batch.
-        verbose: whether to show a progress bar.
+        verbose: see `keras_moe.evaluation.extract_features`.
 
     Reference: *Multilinear Mixture of Experts*, section 4.1.2; *MoE++*, Table C.
 
@@ -287,7 +289,7 @@ def _by_pairs(model, part, removals, images, labels, batch_size, verbose):
     if part.is_head:
         # With softmax every expert takes part in every image.
         step, rows_together = max(_PAIRS // len(experts), 1), _ROWS
-    bar = keras.utils.Progbar(len(labels), verbose=bool(verbose), unit_name="image")
+    bar = progress_bar(len(labels), verbose, "image")
     for first in range(0, len(labels), step):
         of_step = labels[first : first + step]
         predicted = serving(before).predict(
@@ -333,7 +335,7 @@ def _by_passes(model, part, removals, images, labels, batch_size, verbose):
         return {id(x): zeroed(x, ops.take(kept, columns)) for x, columns in experts}
 
     threshold = _threshold(model)
-    bar = keras.utils.Progbar(len(removals), verbose=bool(verbose), unit_name="expert")
+    bar = progress_bar(len(removals), verbose, "expert")
     before, lost, without = right(model), [], Hooked(model, hooks_of)
     for number, (removal, experts) in enumerate(removals):
         if removal == "output":

@@ -125,6 +125,7 @@ def coverage_curves(
 def select_experts(
     usage: ExpertUsage,
     count: int | dict[str, int] | None = None,
+    *,
     coverage: float | None = None,
     criterion: str = "tokens",
     groups: Groups | None = None,

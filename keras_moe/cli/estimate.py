@@ -211,11 +211,11 @@ def costs(args: argparse.Namespace, expert_parallel: int | str) -> "Costs":
         args.chip,
         expert_parallel,
         args.model_parallel,
-        args.optimizer,
-        args.dtype,
-        args.utilization,
-        args.text_tokens,
-        args.num_classes,
+        optimizer=args.optimizer,
+        dtype=args.dtype,
+        utilization=args.utilization,
+        text_tokens=args.text_tokens,
+        num_classes=args.num_classes,
         **model_overrides(args.set, OWN),
     )
 

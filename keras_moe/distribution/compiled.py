@@ -172,6 +172,7 @@ def compiled_costs(
     step: str = "train",
     expert_parallel: int | str | None = None,
     model_parallel: int = 1,
+    *,
     dtype: str | None = None,
     num_classes: int | None = None,
     fit: bool = False,
@@ -238,7 +239,9 @@ def compiled_costs(
             arguments = {**overrides, **changes}
             size = arguments.pop("batch_size", batch_size)
             description, model = _abstract(model_or_preset, step, arguments)
-            layouts = auto(model, devices, expert_parallel, model_parallel, size)
+            layouts = auto(
+                model, devices, expert_parallel, model_parallel, batch_size=size
+            )
             try:
                 compiled = jax_compilation.compile_step(model, layouts, size, step)
                 needed = sum(compiled.memory.values()) / GIB

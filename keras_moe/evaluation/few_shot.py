@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from rich.table import Table
 
-from keras_moe._batches import read_batches
+from keras_moe._batches import progress_bar, read_batches
 from keras_moe._checks import check_integer, unfit
 from keras_moe._processes import predict_batch
 from keras_moe._tables import numbers_table
@@ -104,6 +104,7 @@ def few_shot(
     test_features: ArrayLike,
     test_labels: ArrayLike,
     shots: Sequence[int] = SHOTS,
+    *,
     l2s: ArrayLike = L2S,
     seeds: Sequence[int] = SEEDS,
     num_classes: int | None = None,
@@ -157,7 +158,10 @@ def few_shot(
 
 
 def extract_features(
-    model: KerasModel | Callable, data: object, batch_size: int = 64, verbose: int = 1
+    model: KerasModel | Callable,
+    data: object,
+    batch_size: int = 32,
+    verbose: str | int = "auto",
 ) -> tuple[np.ndarray, np.ndarray]:
     """Features of images by a model, and the labels, for `few_shot` and its like.
 
@@ -166,7 +170,8 @@ def extract_features(
         data: arrays (images, labels), or an iterable of such batches, which is read
             once. Labels are classes (N,), or for segmentation masks of one size.
         batch_size: images per batch of arrays.
-        verbose: 1 for a progress bar, 2 for one line, 0 for nothing.
+        verbose: 0 for nothing, 1 or `"auto"` for a progress bar, 2 for one line at its
+            end.
 
     Returns: features (N, ...) and labels of all images, equal in all processes.
 
@@ -182,7 +187,7 @@ def extract_features(
     """
     batch_size = check_integer("batch_size", batch_size)
     batches, num_batches = read_batches(data, batch_size, "data")
-    progress = keras.utils.Progbar(num_batches, verbose=verbose, unit_name="batch")
+    progress = progress_bar(num_batches, verbose, "batch")
     features, labels, size = [], [], 0
     for images, batch_labels in batches:
         # The tensors of tf.data may belong to another backend.
@@ -208,6 +213,7 @@ def linear_probe(
     train_labels: ArrayLike,
     test_features: ArrayLike,
     test_labels: ArrayLike,
+    *,
     l2s: ArrayLike = L2S,
     num_classes: int | None = None,
 ) -> float:

@@ -18,7 +18,7 @@ _MOST_NEW = 256
 
 
 def continuation_log_likelihoods(
-    model: Any, pairs: Iterable[tuple[str, str]], batch_size: int = 8
+    model: Any, pairs: Iterable[tuple[str, str]], batch_size: int = 32
 ) -> list[tuple[float, bool]]:
     """Log-likelihood of texts after others, and whether greedy decoding writes them.
 
@@ -136,7 +136,7 @@ class _Scorer:
         ]
 
 
-def lm_eval_model(model: Any, batch_size: int = 8) -> Any:
+def lm_eval_model(model: Any, batch_size: int = 32) -> Any:
     """Wraps a language model for EleutherAI's Language Model Evaluation Harness.
 
     Needs the extra `lm-eval`; its tasks download their data. The model is compiled to
@@ -157,8 +157,8 @@ def lm_eval_model(model: Any, batch_size: int = 8) -> Any:
     lm_eval.simple_evaluate(model, tasks=["arc_easy"])["results"]
     ```
     """
-    message = 'Expected the package lm_eval: pip install "keras-moe[lm-eval]"'
-    base = import_extra("lm_eval.api.model", message).LM
+    needs = ("Expected the package lm_eval", "lm-eval")
+    base = import_extra("lm_eval.api.model", *needs).LM
     scorer = _Scorer(model, batch_size)
     model.compile(sampler="greedy")
 

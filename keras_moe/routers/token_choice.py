@@ -336,7 +336,7 @@ class TokenChoiceRouter(SparseRouter):
                 gates,
                 self.num_selected_experts,
                 mask,
-                self.normalize_gates,
+                normalize_gates=self.normalize_gates,
                 choices=choices,
                 **arguments,
             )

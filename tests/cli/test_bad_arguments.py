@@ -93,6 +93,11 @@ def files(tmp_path_factory):
     ("upcycle @preset @preset/", "Expected another folder than the source"),
     # train
     ("train mumoe_digit", "nearest: mumoe_digits"),
+    ("train abcdefgh", "--list has all"),
+    ("train finetune --preset vmoe_b32", "such as hf://timm"),
+    ("train finetune --preset vmoe_digits --set load_weights=false", "are random"),
+    ("train finetune --preset vmoe_digits --data digits --batch-size 2000", "1438 ex"),
+    ("train finetune --epochs 2 --recipe-set schedule.epochs=3", "schedule.epochs"),
     ("train @recipe.json", "recipe.json"),
     ("train mumoe_digits --recipe-set epoch=1", "nearest: schedule.epochs"),
     ("train mumoe_digits --recipe-set epochs", "NAME=VALUE"),

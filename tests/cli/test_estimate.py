@@ -20,7 +20,7 @@ def test_a_layout(done):
         "--num-classes", 9, "--utilization", 0.5, "--set", "rematerialize=true",
     )  # fmt: skip
     expected = distribution.costs(
-        "vmoe_h14", 256, 4096, "tpu_v4", 32, 1, "adafactor", utilization=0.5,
+        "vmoe_h14", 256, 4096, "tpu_v4", 32, optimizer="adafactor", utilization=0.5,
         num_classes=9, rematerialize=True,
     )  # fmt: skip
     assert f"{expected.memory_bytes / 2**30:.2f}" in output

@@ -3,7 +3,7 @@
 Every `plot_...` function returns its matplotlib figure, without using pyplot or a
 display. Two arguments are documented only here: `path`, the file to write, in the
 format of its suffix (default `.png`; nothing is written with `path=None`), and `title`,
-the text above the plot. Install matplotlib with `pip install 'keras-moe[plots]'`.
+the text above the plot. Install matplotlib with `pip install ".[plots]"` in a clone.
 """
 
 from keras_moe.analysis.plots.experts import (
