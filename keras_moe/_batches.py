@@ -8,6 +8,12 @@ import keras
 from keras_moe._checks import unfit
 
 
+def progress_bar(total: int | None, verbose: str | int, unit: str) -> Any:
+    """A bar as in `fit`: 0 for none, 1 or "auto" for a bar, 2 for a line at the end."""
+    verbose = 1 if verbose == "auto" else int(verbose)
+    return keras.utils.Progbar(total, verbose=verbose, unit_name=unit)
+
+
 def is_arrays(data: Any) -> bool:
     """Returns whether data are an array or a dict, or a tuple that begins with one."""
     # A list has batches.

@@ -138,7 +138,7 @@ def usage(model, inputs, **options):
 
 def ablated(model, layer, experts, removal=None):
     result = analysis.ablate_experts(
-        model, IMAGES, LABELS, layer, experts, removal, verbose=0
+        model, IMAGES, LABELS, layer, experts, removal=removal, verbose=0
     )
     return result.to_dict()
 
@@ -207,11 +207,6 @@ LOOKS = {
     language_model: {
         "continuations": lambda model: evaluation.continuation_log_likelihoods(
             model, [("a cat", " sat")]
-        ),
-        "choice": lambda model: (
-            evaluation.multiple_choice(
-                model, [("a cat", [" sat", " hat"])], [0]
-            ).accuracy
         ),
     },
 }

@@ -21,7 +21,6 @@ from keras_moe import choose_backend, import_keras
 from keras_moe._version import __version__
 from keras_moe.cli import (
     convert,
-    deduplicate,
     describe,
     estimate,
     evaluate,
@@ -44,7 +43,6 @@ COMMANDS = (
     upcycle,
     describe,
     estimate,
-    deduplicate,
 )
 # Errors of the library and of the operating system that a user can do something about.
 MISTAKES = (ImportError, OSError, TypeError, ValueError)
@@ -125,7 +123,7 @@ def run(args: argparse.Namespace) -> None:
     if args.json == STDOUT:
         to_people = contextlib.redirect_stdout(sys.stderr)
     with to_people, warnings.catch_warnings():
-        warnings.showwarning = show_warning
+        warnings.showwarning = showing_once()
         import_keras()
         import_own(args.imports)
         console = new_console()
@@ -189,9 +187,17 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def show_warning(message, *args, **kwargs) -> None:
-    """Prints a warning as one line; see `warnings.showwarning`."""
-    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
+def showing_once() -> Callable[..., None]:
+    """A `warnings.showwarning` that prints each warning as one line, and once."""
+    shown = set()
+
+    def show(message, *args, **kwargs):
+        text = " ".join(str(message).split())
+        if text not in shown:
+            print(f"warning: {text}", file=sys.stderr)
+        shown.add(text)
+
+    return show
 
 
 def divert_native_log() -> Path:

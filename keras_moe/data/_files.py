@@ -20,9 +20,10 @@ from keras_moe._checks import unfit
 from keras_moe._files import locked, new_file, open_regular, path_within, read_text
 
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
-# Folders that systems put beside people's files: thumbnails, attributes, deleted files.
-_OF_SYSTEMS = ("__MACOSX", "@eaDir", "@Recycle", "#recycle", "$RECYCLE.BIN")
-_OF_SYSTEMS += ("System Volume Information", "lost+found")
+# What systems put beside people's files: thumbnails, attributes, deleted files.
+_OF_SYSTEMS = ("__macosx", "@eadir", "@recycle", "#recycle", "$recycle.bin")
+_OF_SYSTEMS += ("system volume information", "lost+found")
+_OF_SYSTEMS += ("thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r")
 # Seconds to wait for another process that makes the arrays: rendering many pictures
 # takes minutes.
 _PATIENCE = 600
@@ -73,7 +74,7 @@ def files_of_split(source: str, names: str, split: str) -> list[Path]:
 
 def is_hidden(name: str) -> bool:
     """Whether a file or folder is hidden, or a system's and not its owner's."""
-    return name.startswith(".") or name in _OF_SYSTEMS
+    return name.startswith(".") or name.lower() in _OF_SYSTEMS
 
 
 def folders_in(path: Path) -> list[str]:

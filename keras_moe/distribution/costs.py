@@ -157,6 +157,7 @@ def costs(
     chip: str | Chip = "tpu_v4",
     expert_parallel: int | str | None = None,
     model_parallel: int = 1,
+    *,
     optimizer: str = "adam",
     dtype: str = "bfloat16",
     utilization: float = 0.4,

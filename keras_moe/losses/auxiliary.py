@@ -292,6 +292,7 @@ def _of_member(routing, router, mask, modality_ids, member):
 def limoe_losses(
     thresholds: dict[str, float | None],
     local_loss: str = "local_entropy",
+    *,
     local_modalities: Iterable[str] = ("text",),
     classic: Iterable[str] = CLASSIC,
     modalities: Iterable[str] = ("image", "text"),

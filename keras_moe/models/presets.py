@@ -1,10 +1,10 @@
 """Creates models by name: from presets, folders or published weights."""
 
 import fnmatch
-from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias, overload
 
 from keras_moe._compat import kept_random_states
+from keras_moe._types import OnProgress
 from keras_moe.models import registry
 from keras_moe.models.conversion import ConversionReport, check_convertible
 from keras_moe.models.loading.blueprint import Description, build, resolve
@@ -131,7 +131,7 @@ def convert(
     source: object,
     task: str | None = None,
     load_weights: bool = True,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: OnProgress | None = None,
     tower: str | None = None,
     **overrides,
 ) -> tuple["Model", ConversionReport]:

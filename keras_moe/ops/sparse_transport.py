@@ -37,6 +37,7 @@ def sparse_transport(
     side: str = "expert",
     max_nonzeros: Size | None = None,
     solver: str = "newton",
+    *,
     iterations: int | None = None,
     learning_rate: float = 0.01,
     mask: Tensor | None = None,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from keras_moe._batches import array_length, is_arrays
+from keras_moe._batches import array_length, is_arrays, progress_bar
 from keras_moe._checks import check_integer, import_extra, unfit
 from keras_moe._files import (
     is_plain_file,
@@ -109,7 +109,7 @@ def write_report(
         command: command that made the report, to show on the page.
         credit: owners and licence of the pictures, to show on the page; see
             `keras_moe.data.credit`.
-        verbose: whether to show a progress bar.
+        verbose: see `keras_moe.evaluation.extract_features`.
 
     Raises:
         OSError: if the report cannot be written; an older one stays untouched.
@@ -182,7 +182,7 @@ def _read(model, data, sections, batch_size, max_examples, verbose):
     # Keeps training groups whole, so that tokens compete as in training.
     at_once = whole_groups(model, check_integer("batch_size", batch_size))
     shuffled = ShuffledBatches(model, at_once, sections[0].options.seed)
-    bar = keras.utils.Progbar(max_examples, verbose=bool(verbose), unit_name="example")
+    bar = progress_bar(max_examples, verbose, "example")
     count, score = 0, _Score()
     for batch in routed_batches(model, data, at_once, max_examples):
         for section in sections:
@@ -191,6 +191,8 @@ def _read(model, data, sections, batch_size, max_examples, verbose):
         score.update(batch)
         count += batch.size
         bar.update(count)
+    if count < max_examples:
+        bar.update(count, finalize=True)
     _update_queues(sections, shuffled.rest())
     return count, score.facts()
 
@@ -337,8 +339,7 @@ def _leave_out(sections, excess):
 
 def import_jinja2() -> ModuleType:
     """Imports Jinja2, which the page needs."""
-    needs = "Reports need Jinja2 and matplotlib: pip install 'keras-moe[report]'"
-    return import_extra("jinja2", needs)
+    return import_extra("jinja2", "Reports need Jinja2 and matplotlib", "report")
 
 
 def _cell_text(cell):

@@ -89,6 +89,9 @@ class Objective(Section):
         """Returns the arguments of `from_preset` that the objective needs."""
         return {}
 
+    def check_start(self, config: ModelConfig) -> None:
+        """Raises ValueError if runs cannot start from a model; `Recipe` calls it."""
+
     def new_model(
         self,
         config: ModelConfig,
@@ -268,7 +271,8 @@ class Classification(LabelledImages):
     Args:
         linear_probe: whether a run first measures a linear probe of the model's
             features, which shows what fine-tuning adds; see
-            `keras_moe.evaluation.linear_probe`. It reads all images once.
+            `keras_moe.evaluation.linear_probe`. It reads all images once, and needs a
+            preset with weights.
 
     Example:
 
@@ -284,6 +288,18 @@ class Classification(LabelledImages):
     def __post_init__(self):
         super().__post_init__()
         check_bool("linear_probe", self.linear_probe)
+
+    def check_start(self, config):
+        is_random = is_architecture(config.preset) or not config.load_weights
+        if self.linear_probe and is_random:
+            raise ValueError(
+                "Expected a preset with weights, whose features linear_probe measures; "
+                f"received: preset={config.preset!r}, load_weights="
+                f"{config.load_weights}, whose weights are random. Name a trained one, "
+                "such as hf://timm/vit_small_patch16_224.augreg_in21k "
+                "(docs/weights.md), or train from random weights with "
+                "--recipe-set objective.linear_probe=false"
+            )
 
     def probe(self, model, config: ImageData, data_dir=None):
         if not self.linear_probe:

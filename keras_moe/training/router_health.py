@@ -102,6 +102,7 @@ class RouterHealth(PeriodicCallback):
     def __init__(
         self,
         images: Any,
+        *,
         every: int = 1,
         unit: str = "epochs",
         training: bool = True,
@@ -304,6 +305,7 @@ class UsageRecorder(PeriodicCallback):
         inputs: Structure,
         groups: Any = None,
         group_names: list[str] | None = None,
+        *,
         mask: Any = None,
         every: int = 50,
         unit: str = "steps",

@@ -208,8 +208,9 @@ class DataConfig(Section):
         if count < batch_size:
             raise ValueError(
                 "Expected a batch no larger than the examples to train on; "
-                f"received: batch_size={self.batch_size}, source={self.source!r}, "
-                f"train_split={self.train_split!r}"
+                f"received: batch_size={self.batch_size} for {count} examples of "
+                f"source={self.source!r}, train_split={self.train_split!r}. "
+                "--batch-size or data.batch_size changes it"
             )
         return count // batch_size
 

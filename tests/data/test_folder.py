@@ -274,6 +274,7 @@ def test_folders_that_are_nested_once_more_are_refused(tmp_path, folders):
     (["val/images/0.png", "test/images/0.png"], "test/, val/"),
     # Other splits, by name and by their classes.
     (["TEST2017/c/0.png", "TEST2017/a/0.png", "more/b/0.png"], None),
+    (["train/a/Thumbs.db", "desktop.ini"], None),
     # More than five.
     ([f"{n}.txt" for n in range(9)], "0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 4 more"),
 ])  # fmt: skip
@@ -302,6 +303,18 @@ def test_what_lies_beside_classes(tmp_path, beside, named):
     if "more/b/0.png" in beside:
         assert numbers(load(source, "more", GREY)) == [[9]]
     refuses(r"one of .*'train'.*split='runs'", load, source, "runs")
+
+
+@pytest.mark.parametrize("name", ["0.png", "train/0.png"])
+def test_photos_outside_of_classes_are_told_the_layout(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    save(tmp_path / name, 0)
+    source = f"folder:{tmp_path}"
+    message = rf"such as {tmp_path}/train/cat/1\.jpg; received: 1 images, none"
+    refuses(message, num_classes, source)
+    refuses(message, load, source, "train", GREY)
+    # A folder without its kind.
+    refuses(rf"images is '{source}'", num_classes, str(tmp_path))
 
 
 def test_files_that_are_not_listed_are_named(tmp_path):

@@ -28,9 +28,8 @@ some = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @functools.cache
 def _program(side, max_nonzeros, solver, iterations):
     def program(utility, mask):
-        return sparse_transport(
-            utility, side, max_nonzeros, solver, iterations, mask=mask
-        )
+        options = {"iterations": iterations, "mask": mask}
+        return sparse_transport(utility, side, max_nonzeros, solver, **options)
 
     return compiled(program)
 

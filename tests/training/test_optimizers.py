@@ -405,7 +405,8 @@ def test_steps_as_shares_of_the_run():
 
 def test_long_runs_keep_their_digits():
     # 4M steps are exact in float32.
-    schedule = training.WarmupCooldown(1e-3, 4_000_000, 10_000, 10_000, 50_000)
+    steps = {"warmup_steps": 10_000, "timescale": 10_000, "cooldown_steps": 50_000}
+    schedule = training.WarmupCooldown(1e-3, 4_000_000, **steps)
     expected = 1e-3 / math.sqrt(1 + (3_949_999 - 10_000) / 10_000)
     assert float(schedule(3_949_999)) == pytest.approx(expected, rel=1e-5)
     assert float(schedule(3_999_999)) == pytest.approx(

@@ -3,7 +3,7 @@
 Every `plot_...` function returns its matplotlib figure, without using pyplot or a
 display. Two arguments are documented only here: `path`, the file to write, in the
 format of its suffix (default `.png`; nothing is written with `path=None`), and `title`,
-the text above the plot. Install matplotlib with `pip install 'keras-moe[plots]'`.
+the text above the plot. Install matplotlib with `pip install ".[plots]"` in a clone.
 """
 
 from keras_moe.analysis.plots.experts import (
@@ -24,7 +24,6 @@ from keras_moe.analysis.plots.images import (
 )
 from keras_moe.analysis.plots.training import (
     plot_router_health,
-    plot_step_costs,
     plot_training_history,
 )
 
@@ -41,7 +40,6 @@ __all__ = [
     "plot_load_by_type",
     "plot_router_health",
     "plot_routing_scores",
-    "plot_step_costs",
     "plot_training_history",
     "plot_type_maps",
 ]

@@ -338,7 +338,7 @@ class ImageBackbone(MoEBackbone):
 
     @property
     def first_patch(self) -> int:
-        """Number of tokens before the patches: the class token and registers."""
+        """How many tokens come before the patches, such as the class token."""
         return int(self.class_token) + getattr(self.config, "register_tokens", 0)
 
     def patches_of(self, tokens: Tensor) -> dict[str, Tensor]:

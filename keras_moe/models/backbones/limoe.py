@@ -93,7 +93,7 @@ class LIMoEBackbone(PairBackbone):
         max_length: maximum text length N, special tokens included.
         mask_padding: whether padding is excluded from attention, routing and averages
             (the paper routes it). Every text needs a token that is not padding.
-        projection_dim: P.
+        projection_dim: width P of the embeddings.
         temperature: scale and bias of the similarities; see `CLIPBackbone`.
         **kwargs: arguments of `ImageConfig`, `TransformerConfig` and `MoEBackbone`.
             Soft routers are not allowed in `moe`: they would mix images with texts.

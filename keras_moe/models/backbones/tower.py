@@ -155,7 +155,7 @@ class Tower(NamedTuple):
 
     @property
     def members(self) -> list[int]:
-        """Members of an ensemble that run each block: all from the first mixture on."""
+        """For each block, how many members of an ensemble run it."""
         counts = [1]
         for block in self.blocks:
             router = getattr(getattr(block, "feed_forward", None), "router", None)

@@ -9,6 +9,7 @@ import keras
 
 from keras_moe._checks import check_path, unfit
 from keras_moe._compat import flatten_layers
+from keras_moe._errors import install
 from keras_moe._types import KerasModel
 from keras_moe.layers import MoEBlock
 from keras_moe.routers import SparseRouter, SparsityConstrainedAffinity
@@ -145,9 +146,7 @@ def _check_onnx(model):
     """Refuses what ONNX does not hold."""
     for name in ("onnx", "onnxscript"):
         if importlib.util.find_spec(name) is None:
-            raise ImportError(
-                f"format='onnx' needs {name}: pip install 'keras-moe[onnx]'"
-            )
+            raise ImportError(f"format='onnx' needs {name}: {install('onnx')}")
     if model.dtype_policy.compute_dtype != "float32":
         expected = "a model loaded with dtype='float32' for format='onnx'"
         raise unfit(expected, dtype=model.dtype_policy.name)

@@ -2,7 +2,6 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from rich.console import Console
 from keras_moe._checks import check_bool, check_one_of, unfit
 from keras_moe._compat import variables_without_values
 from keras_moe._tables import numbers_table
-from keras_moe._types import KerasModel
+from keras_moe._types import KerasModel, OnProgress
 from keras_moe.models import registry
 from keras_moe.models.conversion import HEAD, POOLING, is_convertible
 from keras_moe.models.loading._overrides import (
@@ -243,7 +242,7 @@ class Blueprint:
         return self.build_with_report()[0]
 
     def build_with_report(
-        self, progress: Callable[[int, int, str], None] | None = None
+        self, progress: OnProgress | None = None
     ) -> tuple[keras.Model, Any]:
         """Creates the model; also returns a `ConversionReport` or None."""
         weights = self.weights

@@ -122,7 +122,7 @@ class TextTokenizer:
         Args:
             vocabulary: merges file, or folder with `vocab.json` and `merges.txt` or
                 `tokenizer.json`. Defaults to the file in the package open_clip_torch.
-            max_length: N.
+            max_length: number N of tokens.
         """
         with _explained(f"a vocabulary of byte pairs in {vocabulary}"):
             return cls._of_byte_pairs(clip_byte_pairs(vocabulary), max_length)
@@ -137,7 +137,7 @@ class TextTokenizer:
             captions: texts to train on.
             vocabulary_size: maximum number of tokens, from 515 (256 bytes, the same at
                 the end of a word, two special tokens and one pair) to 2**24.
-            max_length: N.
+            max_length: number N of tokens.
         """
         pairs = trained_byte_pairs(_strings(captions), vocabulary_size)
         return cls._of_byte_pairs(pairs, max_length)
@@ -165,7 +165,7 @@ class TextTokenizer:
 
         Args:
             vocabulary: SentencePiece model file, or its bytes; or a `tokenizer.json`.
-            max_length: N.
+            max_length: number N of tokens.
             lower_case: whether to lower-case captions, as in LIMoE and SigLIP.
             start_id: optional id before each text, such as LLaMA's 1.
         """
@@ -198,7 +198,7 @@ class TextTokenizer:
         Args:
             vocabulary: path of `vocab.json`.
             merges: path of `merges.txt`.
-            max_length: N.
+            max_length: number N of tokens.
         """
         with _explained(f"GPT-2's byte pairs in {vocabulary} and {merges}"):
             pairs = read_byte_pairs(vocabulary, merges)

@@ -256,9 +256,7 @@ class ContrastiveModel(TakesPairs, LabellessTask):
             loss = mean_over_pairs(function(y, outputs), weight)
         return sum(self.losses, loss)
 
-    def encode_images(
-        self, images: Any, batch_size: int = 32, verbose: object = 0
-    ) -> np.ndarray:
+    def encode_images(self, images: Any, batch_size: int = 32) -> np.ndarray:
         """Embeds images as float32 unit vectors (B, P).
 
         Args:
@@ -267,7 +265,6 @@ class ContrastiveModel(TakesPairs, LabellessTask):
                 count as preprocessed). With `max_patches`, a dict of `"patches"` and
                 `"grids"`.
             batch_size: images per batch.
-            verbose: 1 shows progress.
         """
         shape = tuple(getattr(images, "shape", ()))
         # Integer pixels are raw.
@@ -283,17 +280,14 @@ class ContrastiveModel(TakesPairs, LabellessTask):
                 f"model with an image_preprocessor; received: {type(images).__name__}"
             )
         self.backbone.check_modality("image", images)
-        return self._encode("image", images, batch_size, verbose)
+        return self._encode("image", images, batch_size)
 
-    def encode_text(
-        self, texts: object, batch_size: int = 32, verbose: object = 0
-    ) -> np.ndarray:
+    def encode_text(self, texts: object, batch_size: int = 32) -> np.ndarray:
         """Embeds texts as float32 unit vectors (B, P).
 
         Args:
             texts: captions, or a dict of `"token_ids"` and `"padding_mask"`, (B, N).
             batch_size: texts per batch.
-            verbose: 1 shows progress.
         """
         if not isinstance(texts, dict):
             if not isinstance(self.preprocessor, TextTokenizer):
@@ -306,7 +300,7 @@ class ContrastiveModel(TakesPairs, LabellessTask):
         # The dict of a pair also has images.
         texts = {k: x for k, x in texts.items() if k != "images"}
         self.backbone.check_modality("text", texts)
-        return self._encode("text", texts, batch_size, verbose)
+        return self._encode("text", texts, batch_size)
 
     def similarity(self, images: Any, texts: Any, batch_size: int = 32) -> np.ndarray:
         """Scaled similarities (B, C) of inputs or embeddings: the loss's logits."""
@@ -317,7 +311,7 @@ class ContrastiveModel(TakesPairs, LabellessTask):
         logits = self.backbone.logit_scale.logits(images, texts)
         return keras.ops.convert_to_numpy(logits)
 
-    def _encode(self, modality, inputs, batch_size, verbose):
+    def _encode(self, modality, inputs, batch_size):
         batch_size = check_integer("batch_size", batch_size)
         encoder = self.backbone.encoder(modality)
         if has_no_examples(inputs):
@@ -325,7 +319,7 @@ class ContrastiveModel(TakesPairs, LabellessTask):
         number = len(keras.tree.flatten(inputs)[0])
         if number > batch_size and keras.distribution.distribution() is None:
             encoder = serving(encoder)
-            return encoder.predict(inputs, batch_size=batch_size, verbose=verbose)
+            return encoder.predict(inputs, batch_size=batch_size, verbose=0)
         # `keras.Model.predict` is slow for small batches and cannot read outputs that
         # are sharded over processes.
         size, outputs = min(number, batch_size), []
