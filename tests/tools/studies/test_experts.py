@@ -61,9 +61,8 @@ def test_classes_that_are_left_out_are_only_probed(task):
     own = Task(task.study, task.recipe, 32, left_out=range(5, 10))
     labels = own.whole("train")[1]
     assert set(labels[np.concatenate(list(own.parts.values()))]) == set(range(5))
-    model = own.recipe.new_model(own.classes)
-    weights = weights_as_arrays(model)
-    assert set(own.probes({}, weights)) == {"ten_shot_left_out"}
+    weights = weights_as_arrays(own.recipe_of(DENSE, 0).new_model(own.classes))
+    assert set(own.probes(DENSE, weights)) == {"ten_shot_left_out"}
 
 
 def test_models_to_compare_have_equal_costs(task):
