@@ -1,12 +1,13 @@
 """The study of experts: what it chooses, tests once, stores and draws."""
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from keras_moe import training
 from tools.studies import experts
 from tools.studies.experts import DENSE, MODEL, WIDE, Comparison, Model, Task, moe
-from tools.studies.study import Study
+from tools.studies.study import Study, weights_as_arrays
 
 
 @pytest.fixture
@@ -38,7 +39,8 @@ def test_settings_are_chosen_on_images_that_are_held_out(task, monkeypatch):
     assert upcycled["largest_load"]["mean"] >= 1
     # The dense model of "fast" is the one with which the other begins.
     names = [path.name.partition("-")[0] for path in task.study.runs.glob("*.json")]
-    assert sorted(names) == ["tested", "tested", "trained", "trained", "trained"]
+    assert sorted(names) == ["step_times", *["tested"] * 2, *["trained"] * 3]
+    assert dense["step_ms"] > 0
     part.show(results, task.study.console)
     (picture,) = part.draw({"upcycled": results})
     assert picture.stat().st_size > 5_000
@@ -55,6 +57,14 @@ def test_train_and_held_out_images_are_others(task):
     assert (len(held_out), len(train), len(held_out & train)) == (32, 64, 0)
 
 
+def test_classes_that_are_left_out_are_only_probed(task):
+    own = Task(task.study, task.recipe, 32, left_out=range(5, 10))
+    labels = own.whole("train")[1]
+    assert set(labels[np.concatenate(list(own.parts.values()))]) == set(range(5))
+    weights = weights_as_arrays(own.recipe_of(DENSE, 0).new_model(own.classes))
+    assert set(own.probes(DENSE, weights)) == {"ten_shot_left_out"}
+
+
 def test_models_to_compare_have_equal_costs(task):
     task.recipe = task.recipe.replace(model={"num_layers": 4})
     dense, wide, sparse = map(task.costs, (DENSE, WIDE, moe(1)))
@@ -67,6 +77,8 @@ def test_every_part_has_its_rows():
     rates = [1e-3, 2e-3]
     for rows in (
         experts.sizes(),
+        experts.kinds(),
+        experts.few_sizes(experts.TWICE),
         experts.balances(1),
         experts.beginnings(half),
         experts.optimizers(DENSE, rates),
