@@ -22,17 +22,9 @@ from tests.published import hub_vit, open_clip_folder, timm_folder
 FINETUNED = "timm/vit_small_patch16_224.augreg_in21k"
 
 
-def write_repositories(folder):
-    """Models of other libraries, some with tokenizers, and presets of ours."""
-    timm_folder(folder / "timm" / "vit", "vit_token")
-    shutil.copytree(folder / "timm" / "vit", folder / FINETUNED)
-    hub_vit().save_to_preset(folder / "keras" / "vit")
-    gpt2_path = folder / "openai-community" / "gpt2"
-    gpt2.add_tokenizer(
-        gpt2.folder_of(language_model("GPT2", vocabulary_size=266), gpt2_path)
-    )
+def write_clip(clip):
+    """An OpenCLIP with random weights and a vocabulary."""
     pairs = trained_byte_pairs(["a photo of a cat", "a photo of a dog"], 530)
-    clip = folder / "laion" / "clip"
     open_clip_folder(clip, text={"vocab_size": 530})
     path, generator = clip / "open_clip_model.safetensors", np.random.default_rng(3)
     shapes = {name: array.shape for name, array in load_file(path).items()}
@@ -44,6 +36,18 @@ def write_repositories(folder):
     save_file(random, path)
     (clip / "vocab.json").write_text(json.dumps(pairs.vocabulary))
     (clip / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs.merges]))
+
+
+def write_repositories(folder):
+    """Models of other libraries, some with tokenizers, and presets of ours."""
+    timm_folder(folder / "timm" / "vit", "vit_token")
+    shutil.copytree(folder / "timm" / "vit", folder / FINETUNED)
+    hub_vit().save_to_preset(folder / "keras" / "vit")
+    gpt2_path = folder / "openai-community" / "gpt2"
+    gpt2.add_tokenizer(
+        gpt2.folder_of(language_model("GPT2", vocabulary_size=266), gpt2_path)
+    )
+    write_clip(folder / "laion" / "clip")
     for name in ("digits", "gated", "down", "broken", "xet"):
         shutil.copytree(folder.parent / "preset", folder / "ours" / name)
     (folder / "ours" / "gated" / hub_server.GATED).touch()
