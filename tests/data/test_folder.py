@@ -306,12 +306,13 @@ def test_what_lies_beside_classes(tmp_path, beside, named):
 
 
 @pytest.mark.parametrize("name", ["0.png", "train/0.png"])
-def test_photos_outside_of_classes_are_told_the_layout(tmp_path, name):
+def test_photos_outside_of_classes_are_told_the_layout(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / name).parent.mkdir(exist_ok=True)
     save(tmp_path / name, 0)
     source = f"folder:{tmp_path}"
     message = rf"such as {tmp_path}/train/cat/1\.jpg; received: 1 images, none"
-    refuses(message, num_classes, source)
+    refuses(message, num_classes, "folder:~")
     refuses(message, load, source, "train", GREY)
     # A folder without its kind.
     refuses(rf"images is '{source}'", num_classes, str(tmp_path))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any
 
 import keras
@@ -77,6 +77,7 @@ class ImagePreprocessor:
     mean: Any = 0.5
     std: Any = 0.5
     interpolation: str = "bilinear"
+    _: KW_ONLY
     antialias: bool = False
     center_crop: float | None = None
     class_names: Sequence[str] | None = None

@@ -83,6 +83,7 @@ class TextTokenizer:
         max_length: int = 77,
         start_id: int | None = None,
         end_id: int | None = None,
+        *,
         padding_id: int = 0,
         lower_case: bool = False,
     ):

@@ -158,7 +158,13 @@ def test_class_names_and_preprocessor(tmp_path, place):
     folder = timm_folder(tmp_path, "vit_token", pretrained_cfg=cfg, **config)
     # The normalisation has become part of the patch embedding.
     expected = ImagePreprocessor(
-        (32, 32, 3), 0.5, 0.5, "bilinear", True, 0.9, class_names=NAMES
+        (32, 32, 3),
+        0.5,
+        0.5,
+        "bilinear",
+        antialias=True,
+        center_crop=0.9,
+        class_names=NAMES,
     )
     assert preprocessor_of(folder) == expected
     other = preprocessor_of(folder, num_classes=3, image_shape=(48, 32, 1))
