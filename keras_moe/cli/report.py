@@ -123,7 +123,10 @@ def write_report(
             batch_size=args.batch_size,
             max_examples=args.examples,
             options=Options(
-                num_examples=args.show, seed=args.seed, examples=args.show_examples
+                num_examples=args.show,
+                seed=args.seed,
+                examples=args.show_examples,
+                training_batch_size=chosen.recipe.get("batch_size"),
             ),
             command=command_line(args),
             credit=keras_moe.data.credit(examples.source),

@@ -250,6 +250,7 @@ def fit(
             console.print(settings_table(recipe))
         test.append(datasets.test)
         return evaluations(args, recipe, folder, model, datasets)
+            model.describe().print_routing(console, recipe.data.batch_size)
 
     set_devices(
         args,
@@ -421,6 +422,7 @@ def write_report(
     except Exception as error:
         text = (
             f"warning: no report, since it failed: {type(error).__name__}: {error}\n"
+            options=keras_moe.report.Options(training_batch_size=data.batch_size),
             f"The model is in {folder / 'preset'}; `keras-moe report {folder}` makes a "
             "report of it."
         )
@@ -481,6 +483,7 @@ def results_of(recipe: "Recipe", trained: "Training", folder: Path) -> dict:
     }
 
 
+        "costs": trained.model.describe().to_dict(),
 def backend_and_versions() -> dict[str, Any]:
     import keras
 

@@ -97,6 +97,8 @@ class Options(NamedTuple):
         capacities: capacity factors at which dropped tokens are shown.
         seed: seed of random examples and of groups that queue together.
         examples: numbers of examples to show, counted from 0; None for random ones.
+        training_batch_size: examples of a training step, to count its tokens per
+            expert; None for those of an example.
     """
 
     num_examples: int = 6
@@ -104,6 +106,7 @@ class Options(NamedTuple):
     capacities: tuple[float, ...] = (1.0, 0.5, 0.25)
     seed: int = 0
     examples: tuple[int, ...] | None = None
+    training_batch_size: int | None = None
 
 
 class Figure(NamedTuple):

@@ -113,6 +113,7 @@ def test_the_files_of_a_report(model, tmp_path):
     written = report.write_report(
         model, data, folder, name=HOSTILE, class_names=names, batch_size=2, verbose=0,
         command="keras-moe report 'a b'", credit="Ann & Bob, CC BY 4.0",
+        options=report.Options(training_batch_size=10),
     )  # fmt: skip
     page = written.page.read_text(encoding="utf-8")
     hits = model.predict(data[0], verbose=0).argmax(axis=-1) == data[1]
@@ -130,6 +131,12 @@ def test_the_files_of_a_report(model, tmp_path):
     assert values["name"] == HOSTILE
     costs = values["sections"]["model"]["costs"]
     assert costs["parameters"] == model.count_params()
+    # Nine tokens to two of four experts.
+    assert costs["tokens_per_expert"] == [4.5]
+    assert "with 45 tokens per expert and step of 10 images" in page
+    known = [x.text for x in written.findings if "2605.15484" in x.text]
+    assert known == costs["findings"]
+    assert len(known) == 1
     assert len(written.pictures) == len({*written.pictures}) > 3
     for picture in written.pictures:
         content = picture.read_bytes()

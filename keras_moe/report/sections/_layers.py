@@ -36,12 +36,17 @@ class Overview(section.Section):
     def finish(self):
         body = [self._layers()]
         data = {"layers": [x._asdict() for x in self.model.blocks.values()]}
+        findings = []
         # Custom model families may have no costs.
         with contextlib.suppress(AttributeError, ValueError):
             description = self.model.keras_model.describe()
             body.append(_costs(description))
             data["costs"] = description.to_dict()
-        return section.SectionContent(body, data)
+            data["training_batch_size"] = size = self.options.training_batch_size
+            if text := description.routing_text(size):
+                body.append(text)
+            findings = [section.Finding(*each) for each in description.findings()]
+        return section.SectionContent(body, data, findings)
 
     def _layers(self):
         rows = []
