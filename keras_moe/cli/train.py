@@ -16,6 +16,7 @@ import importlib.util
 import json
 import secrets
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +124,8 @@ def add_looks(parser: argparse.ArgumentParser) -> None:
     few_shot_data = "Images with splits train and test for it; by default the recipe's."
     group.add_argument("--few-shot-data", metavar="SOURCE", help=few_shot_data)
     report = (
-        "The number of test examples of a report on the routing at the end; its first "
+        "The number of test examples of a report on the routing at the end, drawn of "
+        "all classes alike; also on a finished run, by the same command. Its first "
         "picture goes into the model card. 0 for no report."
     )
     add_count(group, "--report-examples", report, 0, 0)
@@ -248,9 +250,9 @@ def fit(
         # Not before, where an error would follow it.
         if process == 0:
             console.print(settings_table(recipe))
+            model.describe().print_routing(console, recipe.data.batch_size)
         test.append(datasets.test)
         return evaluations(args, recipe, folder, model, datasets)
-            model.describe().print_routing(console, recipe.data.batch_size)
 
     set_devices(
         args,
@@ -300,8 +302,10 @@ def evaluations(
     if importlib.util.find_spec("tensorboardX") is not None:
         board = folder / "tensorboard"
     if args.health_every and model.routing:
-        # Each process has read a part.
-        batch = gathered_batch(next(iter(datasets.test)))
+        # Test data may be sorted by class. Each process has read a part.
+        shuffled = datasets.shuffled_test
+        test = datasets.test if shuffled is None else shuffled()
+        batch = gathered_batch(next(iter(test)))
         callbacks.append(
             training.RouterHealth(
                 keras.utils.unpack_x_y_sample_weight(batch)[0],
@@ -409,20 +413,25 @@ def write_report(
         return None
     data = recipe.data
     try:
+        if test is None:
+            # Nothing was left to train.
+            test = recipe.datasets(trained.model, args.data_dir).test
         return keras_moe.report.write_report(
             trained.model,
             test,
             folder / "report",
             name=f"{recipe.name} on {data.evaluated_source} {data.test_split}",
             max_examples=args.report_examples,
+            options=keras_moe.report.Options(training_batch_size=data.batch_size),
             command=command_line(args),
             credit=keras_moe.data.credit(data.evaluated_source),
             verbose=0,
         )
     except Exception as error:
+        if args.traceback:
+            traceback.print_exc()
         text = (
             f"warning: no report, since it failed: {type(error).__name__}: {error}\n"
-            options=keras_moe.report.Options(training_batch_size=data.batch_size),
             f"The model is in {folder / 'preset'}; `keras-moe report {folder}` makes a "
             "report of it."
         )
@@ -474,6 +483,7 @@ def results_of(recipe: "Recipe", trained: "Training", folder: Path) -> dict:
         "recipe": recipe.to_dict(),
         **backend_and_versions(),
         "parameters": trained.model.count_params(),
+        "costs": trained.model.describe().to_dict(),
         "metric": recipe.objective.monitor.metric,
         "score": trained.score,
         "linear_probe": trained.linear_probe,
@@ -483,7 +493,6 @@ def results_of(recipe: "Recipe", trained: "Training", folder: Path) -> dict:
     }
 
 
-        "costs": trained.model.describe().to_dict(),
 def backend_and_versions() -> dict[str, Any]:
     import keras
 

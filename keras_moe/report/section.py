@@ -24,7 +24,7 @@ class Batch(NamedTuple):
     """A batch of examples with the model's routing, as NumPy arrays.
 
     Attributes:
-        start: number of its first example in the data.
+        start: number of its first example among those that are read.
         images: float32 (B, height, width, channels) in [-1, 1], or None.
         captions: B untrusted texts, to be escaped, or None.
         words: strings of each caption's N tokens, `""` for padding, or None.

@@ -79,12 +79,13 @@ def test_entropies_by_hand():
 
 @pytest.mark.parametrize(("kind", "served", "changes", "expected"), [
     ("token_choice", [5, 5, 5, 5], {}, "good All experts"),
-    ("token_choice", [99, 0, 0, 0], {}, "problem 3 of 4 experts are without a"),
+    ("token_choice", [99, 0, 0, 0], {},
+     "problem 3 of 4 experts are without a token: experts 1, 2, 3."),
     ("token_choice", [96, 2, 1, 1], {}, "problem collapsed: expert 0 does 96%"),
-    ("token_choice", [999, 999, 999, 1], {}, "notice 1 of 4 experts are with less"),
+    ("token_choice", [999, 999, 999, 1], {}, "notice 1 of 4 experts is with less"),
     ("token_choice", [5] * 4, {"demand": [10, 5, 5, 5]}, "problem drops 20.0%"),
     ("expert_choice", [5, 5, 5, 5], {"unserved": 5}, "notice takes 25.0%"),
-    ("soft", [0, 5, 5, 5], {}, "notice 1 of 4 experts are without weight: 0."),
+    ("soft", [0, 5, 5, 5], {}, "notice 1 of 4 experts is without weight: expert 0."),
     ("token_choice", [0, 0, 0, 0], {}, "problem no expert serves"),
 ])  # fmt: skip
 def test_findings_by_hand(kind, served, changes, expected):
