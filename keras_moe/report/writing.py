@@ -155,7 +155,7 @@ def write_report(
     _check_distinct("names of figures", pictures)
     experts = sorted({block.num_experts for block in reported.blocks.values()})
     part, read = "", f"{count:,}"
-    if numbers is not None:
+    if drawn is not None and drawn.numbers is not None:
         part = f"{count:,} of {drawn.total:,}"
         read = f"{part}, drawn with seed {options.seed}"
     elif drawn is None and count == max_examples:

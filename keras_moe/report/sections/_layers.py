@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,8 @@ class Overview(section.Section):
 
     def finish(self):
         body = [self._layers()]
-        data = {"layers": [x._asdict() for x in self.model.blocks.values()]}
+        layers = [block._asdict() for block in self.model.blocks.values()]
+        data: dict[str, Any] = {"layers": layers}
         findings = []
         # Custom model families may have no costs.
         with contextlib.suppress(AttributeError, ValueError):
