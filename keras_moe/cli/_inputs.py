@@ -184,9 +184,19 @@ def with_bar(console: "Console") -> Callable[[Iterable, str], Iterable]:
     """A function that adds a progress bar to the batches of a split."""
     from rich.progress import track
 
-    def shown(batches, split):
-        if not console.is_terminal:
-            return batches
-        return track(batches, split, console=console, transient=True)
+    class Shown:
+        """Batches that can be read again, as far as the given ones can."""
 
-    return shown
+        def __init__(self, batches, split):
+            self.batches, self.split = batches, split
+
+        def __iter__(self):
+            return iter(
+                track(self.batches, self.split, console=console, transient=True)
+            )
+
+        def cardinality(self):
+            known = getattr(self.batches, "cardinality", self.batches.__len__)
+            return known()
+
+    return Shown if console.is_terminal else lambda batches, split: batches

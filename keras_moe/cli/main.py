@@ -80,7 +80,7 @@ def main(
     try:
         args = make_parser().parse_args(argv)
         args.argv = sys.argv[1:] if argv is None else argv
-        wants_traceback |= args.traceback
+        wants_traceback = args.traceback = wants_traceback or args.traceback
         interrupted = args.interrupted
         # Within another program, such as a test, stderr is not this program's.
         if argv is None and not wants_traceback:

@@ -170,7 +170,7 @@ def test_gated_experts_by_hand():
     actual = experts(np.array([[[[2.0], [-1.0]]]], "float32"))
     assert_close(to_numpy(actual).ravel(), [12.0, -50.0])
     assert experts.count_params() == 6
-    assert experts.cost((10, 1)) == (6, 6, 3 * 2 * 10 * 2)
+    assert experts.cost((10, 1)) == (6, 6, 3 * 2 * 10 * 2, 0)
     rows = experts(np.array([[2.0], [-1.0]], "float32"), np.array([2], "int32"))
     assert_close(to_numpy(rows).ravel(), [12.0, -50.0])
 

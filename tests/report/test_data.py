@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from keras_moe import layers, models
+from keras_moe._batches import stratified
 from keras_moe.report import write_report
 from keras_moe.report._data import labels_of, routed_batches
 from keras_moe.report.model import reported_model
@@ -105,6 +106,49 @@ def test_no_more_is_read_than_is_needed(model, largest, sizes):
 
     batches = batches_of(model, endless(), batch_size=2, max_examples=largest)
     assert [batch.size for batch in batches] == sizes
+
+
+def test_drawn_by_class():
+    # Eight, four and one: one of each, then as large parts of each.
+    labels = np.repeat([0, 1, 2], [8, 4, 1])
+    counts = {
+        number: np.bincount(labels[stratified(labels, number, 0)], minlength=3).tolist()
+        for number in (3, 7, 13)
+    }
+    assert counts == {3: [1, 1, 1], 7: [4, 2, 1], 13: [8, 4, 1]}
+    assert stratified(labels, 7, 0).tolist() == sorted({*stratified(labels, 7, 0)})
+    assert not np.array_equal(stratified(labels, 7, 0), stratified(labels, 7, 1))
+    # Of more classes than examples, some.
+    assert len({*stratified(np.arange(9), 4, 0)}) == 4
+
+
+@pytest.mark.parametrize("kind", ["arrays", "batches", "unlabelled", "iterator"])
+def test_some_of_sorted_data(model, kind, tmp_path):
+    pixels, labels = images(12, 16, 8, 3), np.repeat([0, 1, 2], 4)
+    parts = [(pixels[i : i + 3], labels[i : i + 3]) for i in range(0, 12, 3)]
+    data = {
+        "arrays": (pixels, labels), "batches": parts, "unlabelled": pixels,
+        "iterator": iter(parts),
+    }[kind]  # fmt: skip
+    written = write_report(model, data, tmp_path / "r", max_examples=6, verbose=0)
+    values = json.loads(written.data.read_text())
+    page = written.page.read_text(encoding="utf-8")
+    assert written.num_examples == values["examples"] == 6
+    if kind == "iterator":
+        assert "<span>classes</span> 2" in page
+        assert "<span>accuracy on the first 6</span>" in page
+        return
+    assert values["examples_in_data"] == 12
+    assert "<span>examples</span> 6 of 12, drawn with seed 0" in page
+    if kind == "unlabelled":
+        return
+    numbers = stratified(labels, 6, 0)
+    by_class = np.array(values["sections"]["loads"]["block_1"]["by_class"]).sum(axis=1)
+    # Two images of each class, with nine tokens of two experts.
+    assert by_class.tolist() == [36, 36, 36]
+    hits = model.predict(pixels[numbers], verbose=0).argmax(-1) == labels[numbers]
+    assert f"<span>accuracy on 6 of 12</span> {hits.mean():.1%}" in page
+    assert "<span>classes</span> 3" in page
 
 
 def test_captions_become_words(pairs_model):

@@ -79,12 +79,13 @@ def test_entropies_by_hand():
 
 @pytest.mark.parametrize(("kind", "served", "changes", "expected"), [
     ("token_choice", [5, 5, 5, 5], {}, "good All experts"),
-    ("token_choice", [99, 0, 0, 0], {}, "problem 3 of 4 experts are without a"),
+    ("token_choice", [99, 0, 0, 0], {},
+     "problem 3 of 4 experts are without a token: experts 1, 2, 3."),
     ("token_choice", [96, 2, 1, 1], {}, "problem collapsed: expert 0 does 96%"),
-    ("token_choice", [999, 999, 999, 1], {}, "notice 1 of 4 experts are with less"),
+    ("token_choice", [999, 999, 999, 1], {}, "notice 1 of 4 experts is with less"),
     ("token_choice", [5] * 4, {"demand": [10, 5, 5, 5]}, "problem drops 20.0%"),
     ("expert_choice", [5, 5, 5, 5], {"unserved": 5}, "notice takes 25.0%"),
-    ("soft", [0, 5, 5, 5], {}, "notice 1 of 4 experts are without weight: 0."),
+    ("soft", [0, 5, 5, 5], {}, "notice 1 of 4 experts is without weight: expert 0."),
     ("token_choice", [0, 0, 0, 0], {}, "problem no expert serves"),
 ])  # fmt: skip
 def test_findings_by_hand(kind, served, changes, expected):
@@ -113,6 +114,7 @@ def test_the_files_of_a_report(model, tmp_path):
     written = report.write_report(
         model, data, folder, name=HOSTILE, class_names=names, batch_size=2, verbose=0,
         command="keras-moe report 'a b'", credit="Ann & Bob, CC BY 4.0",
+        options=report.Options(training_batch_size=10),
     )  # fmt: skip
     page = written.page.read_text(encoding="utf-8")
     hits = model.predict(data[0], verbose=0).argmax(axis=-1) == data[1]
@@ -130,6 +132,12 @@ def test_the_files_of_a_report(model, tmp_path):
     assert values["name"] == HOSTILE
     costs = values["sections"]["model"]["costs"]
     assert costs["parameters"] == model.count_params()
+    # Nine tokens to two of four experts.
+    assert costs["tokens_per_expert"] == [4.5]
+    assert "with 45 tokens per expert and step of 10 images" in page
+    known = [x.text for x in written.findings if "2605.15484" in x.text]
+    assert known == costs["findings"]
+    assert len(known) == 1
     assert len(written.pictures) == len({*written.pictures}) > 3
     for picture in written.pictures:
         content = picture.read_bytes()

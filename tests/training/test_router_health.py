@@ -59,6 +59,12 @@ def test_every_router_has_figures(name):
     (row,) = health._rows
     assert row["layer"] == "block_1"
     assert sum(row["expert_shares"]) == pytest.approx(1.0)
+    counts = row["selected_experts"], row["tokens_per_expert"]
+    # Two of four experts for nine tokens of each of four images.
+    assert counts == {
+        "token choice": (2, 18), "sinkhorn": (2, 18), "mumoe": (None, None),
+    }.get(name, counts)  # fmt: skip
+    assert (health.costs.routed_share > 0) == (name != "mumoe")
     has_choices = name in ("token choice", "sinkhorn", "moe++")
     assert (row["dropped_choices"] is not None) == has_choices
     if name == "token choice":
