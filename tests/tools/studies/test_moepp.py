@@ -37,15 +37,21 @@ def test_costs_are_the_papers(monkeypatch, tmp_path):
     }
 
 
-def test_speed_costs_and_their_tables(study, tmp_path):
-    parts = ["--parts", "speed", "costs", "--taus", "0.5", "--output", tmp_path]
-    study(*parts, *MOEPP)
+def test_every_other_part(study, tmp_path):
+    parts = ["speed", "costs", "removal", "tokens", "constants"]
+    arguments = ["--taus", "0.5", "--constants", "1", "--output", tmp_path]
+    assert "Table C" in study("--parts", *parts, *arguments, *MOEPP, *ONE)
     results = json.loads((tmp_path / "results.json").read_text())
     assert set(results["costs"]["experts"]) == {"ffn", "zero", "copy", "constant"}
     assert results["costs"]["experts"]["ffn"]["seconds"] > 0
     rows = results["speed"]["forms"]["limited"]
     assert rows["0.5"]["by_flops"] == pytest.approx(1.0)
     assert rows["0.5"]["seconds"] > 0
+    counts = results["tokens"]["per_patch"]
+    for patch in ("plain", "with an edge"):
+        # At inference every choice of the two is served.
+        served = sum(counts[kind][patch]["mean"] for kind in counts)
+        assert served == pytest.approx(2.0, abs=1e-4)
 
 
 def test_training_is_stored_drawn_and_not_repeated(
@@ -72,22 +78,6 @@ def test_training_is_stored_drawn_and_not_repeated(
     assert json.loads(study(*arguments, "--json"))["training"]["rows"] == rows
     status, _, errors = program("moepp", *arguments, "--restart")
     assert (status, "the same command resumes" in errors) == (130, True)
-
-
-def test_kinds_are_removed_counted_and_drawn(study, tmp_path):
-    arguments = ["--parts", "removal", "tokens", "constants", "--output", tmp_path]
-    arguments += [*ONE, "--constants", "1"]
-    text = study(*arguments)
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert len(results["removal"]["without"]) == 7
-    counts = results["tokens"]["per_patch"]
-    for patch in ("plain", "with an edge"):
-        # At inference every choice of the two is served.
-        served = sum(counts[kind][patch]["mean"] for kind in counts)
-        assert served == pytest.approx(2.0, abs=1e-4)
-    assert list(results["constants"]) == ["1"]
-    assert (tmp_path / "kinds.png").stat().st_size > 5_000
-    assert "Table C" in text
 
 
 def test_plain_patches_have_equal_pixels():
