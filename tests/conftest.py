@@ -117,7 +117,7 @@ def optimizers_before_training():
 
 @pytest.fixture(scope="module")
 def op_by_op():
-    """On TensorFlow, traces nothing: for files about what weights and configs become."""
+    """On TensorFlow, traces nothing: for files about weights and configs."""
     with _functions_run_eagerly(True):
         yield
 
