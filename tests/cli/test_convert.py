@@ -163,7 +163,16 @@ def test_a_process_of_timm_that_fails_leaves_the_conversion(
     assert is_preset(tmp_path / "out")
 
 
-@pytest.mark.parametrize("architecture", ["hf-hub:someone/model", "local-dir:x"])
+def test_without_safetensors_timm_is_not_asked(tmp_path):
+    timm_folder(tmp_path, "vit_token")
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"no \.safetensors"):
+        command.timm_outputs(str(tmp_path), np.zeros((1, 32, 32, 3)))
+
+
+@pytest.mark.parametrize(
+    "architecture", ["hf-hub:someone/model", "local-dir:x", "no_such_model"]
+)
 def test_an_architecture_that_is_an_address_is_not_followed(
     tmp_path, fake_timm, architecture
 ):

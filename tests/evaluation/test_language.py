@@ -81,9 +81,11 @@ def test_choices_are_made_by_likelihood_and_by_length(model):
     for answers in ([1], [[1], [0]], [2, 0], [-1, 0], [0.5, 0]):
         with pytest.raises(ValueError, match="index of a choice for each of 2"):
             evaluation.multiple_choice(model, questions, answers=answers)
-    for choices in ([], ["sat", "  "]):
+    for choices in ([], ["sat", "  "], "abc", ["sat", 3], None):
         with pytest.raises(ValueError, match="at least one choice"):
             evaluation.multiple_choice(model, [("the cat", choices)])
+    with pytest.raises(ValueError, match=r"at least one choice.*received: 'ab'"):
+        evaluation.multiple_choice(model, ["ab"])
     with pytest.raises(ValueError, match="pairs of two texts; received: 'ab'"):
         evaluation.continuation_log_likelihoods(model, ["ab"])
     with pytest.raises(ValueError, match="continuations of at most 12 tokens"):

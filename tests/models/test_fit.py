@@ -306,10 +306,35 @@ def test_first_steps_are_announced_once_on_stderr(slow, capsys):
     assert "Compiling" not in output
     # The function itself is back in its place.
     assert getattr(model.train_function, "__name__", "") != "first_step"
-    # Later and quiet steps are not.
+    # Later, quiet and eager steps are not.
     model.fit(IMAGES, SPARSE, batch_size=3)
-    classifier().fit(IMAGES, SPARSE, 2, 1, 0)
+    model = classifier()
+    model.fit(IMAGES, SPARSE, 2, 1, 0)
+    model.evaluate(IMAGES, SPARSE, 2, 0)
+    model.predict(IMAGES, 2, 0)
+    model.compile("sgd", run_eagerly=True)
+    model.fit(IMAGES, SPARSE)
     assert "Compiling" not in capsys.readouterr().err
+
+
+@pytest.mark.every_backend
+def test_a_failing_first_step_ends_its_line_and_leaves_the_model_usable(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(_compilation, "LEAST_SECONDS", 0.0)
+    model = classifier()
+
+    def failing_step(self, *args):
+        wait_for_the_line()
+        raise RuntimeError("broken step")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "train_step", failing_step)
+        with pytest.raises(Exception, match="broken step"):
+            model.fit(IMAGES, SPARSE)
+    assert capsys.readouterr().err.count(" s\n") == (keras.backend.backend() != "torch")
+    model.make_train_function(force=True)
+    model.fit(IMAGES, SPARSE, verbose=0)
 
 
 @pytest.mark.every_backend
