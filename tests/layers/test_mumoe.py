@@ -245,6 +245,18 @@ def test_matching_a_dense_layer(kind, counts):
     )
 
 
+def test_matching_a_dense_layer_counts_the_gate_and_both_layers():
+    head = MuMoE(100, 8, "tucker")
+    head.build((None, 64))
+    # The last rank adds less than a hundredth or so.
+    assert 65 * 100 <= head.cost((1, 64)).parameters < 65 * 100 + 400
+    assert head.experts.count_params() + 64 * 8 == head.cost((1, 64)).parameters
+    assert head.experts.expert_rank_bound == head.experts.factors[-1].shape[-1]
+    block = MuMoEBlock(128, num_experts=8, factorization="tucker")
+    dense = 65 * 128 + 129 * 64
+    assert dense <= block.cost((1, 64)).parameters < 1.1 * dense
+
+
 @pytest.mark.parametrize(
     ("kind", "rank", "fast"), [("cp", 512, "1.44"), ("tr", (4, 4, 512), "3.56")]
 )

@@ -392,6 +392,17 @@ def test_published_sizes(preset, overrides, published):
     assert models.describe(preset, **overrides).parameters == published
 
 
+@pytest.mark.parametrize(
+    ("preset", "published"),
+    [("mumoe_gpt2_cp", 57_048_096), ("mumoe_gpt2_tr", 57_417_696)],
+)
+def test_published_sizes_of_the_mlps(preset, published):
+    """Table 4."""
+    model = models.abstract(preset)
+    blocks = [model.get_layer(name).feed_forward for name in model.block_names]
+    assert sum(block.count_params() for block in blocks) == published
+
+
 def test_vanilla_twins():
     for size in ("0.6b", "1b", "2b", "7b"):
         twin = models.resolve(f"moe_lm_{size}").config["moe"]

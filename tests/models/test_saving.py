@@ -126,6 +126,29 @@ def test_an_empty_folder_does_not_cost_the_older_preset(presets, tmp_path):
     assert sorted(os.listdir(target)) == sorted(os.listdir(presets / "whole"))
 
 
+def test_all_is_on_the_disk_before_it_takes_its_place(model, tmp_path, monkeypatch):
+    synced, renamed = set(), []
+    fsync, rename = os.fsync, os.rename
+
+    def note_sync(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def note_rename(source, target):
+        renamed.append(str(target))
+        inside = [Path(source), *Path(source).rglob("*")]
+        assert {path.stat().st_ino for path in inside} <= synced
+        synced.clear()
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    model.save_to_preset(tmp_path / "preset")
+    assert renamed == [str(tmp_path / "preset")]
+    # And the name itself.
+    assert tmp_path.stat().st_ino in synced
+
+
 SAVING_WITHOUT_ROOM = """
 import os, resource, sys
 if os.environ["KERAS_BACKEND"] != "tensorflow":

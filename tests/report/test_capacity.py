@@ -179,6 +179,19 @@ def test_images_fill_groups_and_the_rest_is_left_out():
     assert layer.read(batch({"block_1": record(GATES)})).group_tokens == 3
 
 
+def test_kinds_of_experts_have_capacities_of_their_own():
+    router = routers.PathwayAwareRouter(
+        12, 2, zero_experts=1, copy_experts=1, constant_experts=2, tau=0.75
+    )
+    about = subject(router, ["block_1"], None, 136)
+    (layer,) = queues_of_layers(about, ("token_choice",))
+    ffn, in_place = router.capacities(136, training=True)
+    assert layer.capacities(136).tolist() == [ffn] * 8 + [in_place] * 4
+    fixed = routers.TokenChoiceRouter(2, 1, capacity=3)
+    (layer,) = queues_of_layers(subject(fixed, ["b"], None), ("token_choice",))
+    assert layer.capacities(100).tolist() == [3, 3]
+
+
 @pytest.mark.parametrize("method", ["router_drop", "router_pred_skip", "router_pred"])
 def test_pruned_experts_serve_nobody(method):
     router = PrunedTokenChoiceRouter(

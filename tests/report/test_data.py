@@ -3,6 +3,7 @@
 import json
 
 import keras
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -121,6 +122,20 @@ def test_captions_become_words(pairs_model):
     assert tokens.captions == ["a cat"]
     given = batches_of(pairs_model, (images(2, 8, 8, 3), ["a cat", "two cats"]))
     assert given[0].captions == batch.captions
+
+
+def test_images_as_preprocessors_give_them(model):
+    # Standardised, black, in float64, and those that lost a pixel.
+    pixels = images(2, 16, 8, 3)
+    broken = pixels.copy()
+    broken[0, 0, 0] = np.nan
+    half = pixels.astype(ml_dtypes.bfloat16)
+    for prepared in (6.0 * pixels, np.zeros((2, 16, 8, 3)), broken, half):
+        assert len(batches_of(model, prepared)) == 1
+    raw = small_classifier(
+        preprocessor=models.ImagePreprocessor((16, 8, 3), mean=0.0, std=1 / 255)
+    )
+    assert len(batches_of(raw, 255 * (pixels > 0).astype("float32"))) == 1
 
 
 def test_the_global_policy_changes_no_routing(model):

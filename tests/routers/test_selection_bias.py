@@ -7,7 +7,7 @@ from keras import ops
 
 from keras_moe import models, training
 from keras_moe.layers import MLP, Experts, MoE
-from keras_moe.routers import TokenChoiceRouter
+from keras_moe.routers import PathwayAwareRouter, TokenChoiceRouter
 from keras_moe.routers._pruned import pruned_router
 from tests.calls import call
 from tests.compare import assert_close, assert_same
@@ -141,6 +141,13 @@ def test_frozen_routers_keep_their_bias():
 ])  # fmt: skip
 def test_bad_arguments(arguments, message):
     refuses(message, router_of, **arguments)
+
+
+def test_experts_without_a_common_load_are_refused():
+    for name, value in (("gates", "sigmoid"), ("selection_bias_rate", 0.1)):
+        refuses(
+            f"{name}={value!r}", PathwayAwareRouter, 4, zero_experts=1, **{name: value}
+        )
 
 
 def test_defaults_follow_the_paper():
@@ -314,7 +321,7 @@ REPLICAS = """
 import keras
 import numpy as np
 import tensorflow as tf
-from keras_moe.routers import TokenChoiceRouter
+from keras_moe.routers import PathwayAwareRouter, TokenChoiceRouter
 
 two = [tf.config.LogicalDeviceConfiguration()] * 2
 cpu = tf.config.list_physical_devices("CPU")[0]

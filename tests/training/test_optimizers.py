@@ -395,3 +395,13 @@ def test_steps_as_shares_of_the_run():
         rates(by_number.new_schedule(20), steps),
     )
     refuses("warmup_steps=1.5", schedule.replace, warmup_steps=1.5)
+
+
+def test_long_runs_keep_their_digits():
+    # 4M steps are exact in float32.
+    schedule = training.WarmupCooldown(1e-3, 4_000_000, 10_000, 10_000, 50_000)
+    expected = 1e-3 / math.sqrt(1 + (3_949_999 - 10_000) / 10_000)
+    assert float(schedule(3_949_999)) == pytest.approx(expected, rel=1e-5)
+    assert float(schedule(3_999_999)) == pytest.approx(
+        1e-3 / math.sqrt(395) / 50_000, rel=1e-3
+    )

@@ -11,7 +11,7 @@ from keras_moe import models, training
 from tests import golden
 from tests.backends import every_backend_for
 from tests.flax_weights import assign_flax_weights, flax_name
-from tests.pair_models import IMAGE, PAIRS, clip, limoe
+from tests.pair_models import IMAGE, PAIRS, TEXT, clip, limoe
 from tests.published import hub_clip, hub_siglip, hub_vit
 from tests.refusals import refuses
 from tests.small_models import images, with_weights
@@ -453,6 +453,17 @@ def test_each_tower_has_settings_of_its_own(dense_pairs):
     assert list(second.backbone.routing) == list(BOTH)
     assert report.largest_difference < 1e-4
     refuses(r"in \['image/block_1'\]", training.upcycle, first)
+
+
+def test_texts_alone_are_upcycled():
+    dense = with_weights(models.TextBackbone(**TEXT))
+    texts = {name: PAIRS[name] for name in ("token_ids", "padding_mask")}
+    for arguments, preserved in (({}, True), ({"preset": "clip_up"}, False)):
+        _, report = training.upcycle(dense, 4, images=texts, **arguments)
+        assert (report.blocks, report.modalities) == (("block_1",), {})
+        assert report.preserved == preserved
+        assert (report.largest_difference < 1e-4) == preserved
+        assert (report.largest_token_difference < 1e-4) == preserved
 
 
 def test_the_report_prints_and_is_plain_data():
