@@ -9,7 +9,7 @@ from rich.console import Console
 from keras_moe.ops import ExpertTypes
 from tests.tools.studies.few_digits import MOEPP, load_few
 from tools.studies import moepp_layers
-from tools.studies.moepp import Digits, deviation_of_patches
+from tools.studies.moepp import deviation_of_patches
 from tools.studies.moepp_layers import Costs, Sizes
 from tools.studies.study import Study
 
@@ -54,9 +54,7 @@ def test_every_other_part(study, tmp_path):
         assert served == pytest.approx(2.0, abs=1e-4)
 
 
-def test_training_is_stored_drawn_and_not_repeated(
-    study, program, tmp_path, monkeypatch
-):
+def test_training_is_stored_and_drawn(study, tmp_path):
     arguments = ["--parts", "training", "--output", tmp_path, *MOEPP, *ONE]
     arguments += ["--only", "tau=0.75", "no gating residuals"]
     text = study(*arguments)
@@ -69,15 +67,6 @@ def test_training_is_stored_drawn_and_not_repeated(
     assert sum(row["loads"]["block_0"]["shares"].values()) == pytest.approx(1.0)
     for name in ("compute", "loads", "scores"):
         assert (tmp_path / f"{name}.png").stat().st_size > 5_000
-
-    # A whole run is not trained again, unless that is asked for.
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Digits, "fit", interrupt)
-    assert json.loads(study(*arguments, "--json"))["training"]["rows"] == rows
-    status, _, errors = program("moepp", *arguments, "--restart")
-    assert (status, "the same command resumes" in errors) == (130, True)
 
 
 def test_plain_patches_have_equal_pixels():

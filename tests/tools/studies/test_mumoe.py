@@ -65,7 +65,7 @@ def test_data_and_gates_are_those_of_the_study():
 
 def test_parts_are_stored_and_drawn(study, tmp_path):
     parts = ["--parts", "specialisation", "editing", "patches"]
-    arguments = [*parts, "--output", tmp_path, *TINY, "--epochs", "4"]
+    arguments = [*parts, "--output", tmp_path, *TINY, "--epochs", "2"]
     arguments += ["--edited-experts", "2"]
     text = study(*arguments)
     assert "Table 2" in text
@@ -83,7 +83,7 @@ def test_parts_are_stored_and_drawn(study, tmp_path):
 
 def test_heads_are_trained_and_drawn(study, tmp_path):
     parts = ["activation", "normalization", "matched", "capacity"]
-    arguments = ["--parts", *parts, "--output", tmp_path, *TINY, "--epochs", "3"]
+    arguments = ["--parts", *parts, "--output", tmp_path, *TINY, "--epochs", "2"]
     text = study(*arguments)
     assert "Figure 24" in text
     results = json.loads((tmp_path / "results.json").read_text())

