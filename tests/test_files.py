@@ -193,9 +193,7 @@ def test_a_killed_process_does_not_keep_its_lock(lock, holder):
 WRITERS = {
     "_files.py": "this is how files are written, and locks",
     "analysis/plots/_figure.py": "matplotlib draws to memory",
-    "cli/convert.py": "a temporary folder for another process",
     "cli/main.py": "a log is appended to",
-    "_backends/timm_outputs.py": "a temporary folder for another process",
     "data/_files.py": "arrays go into a file of `_files.new_file`",
     "models/_remote.py": "Keras downloads to a folder of its own",
     "_backends/onnx.py": "a program and its weights leave a folder of `new_partial`",
@@ -233,9 +231,7 @@ def writes_by_itself(source: str) -> bool:
 # Files of the package that open files otherwise, and why.
 READERS = {
     "__init__.py": "Keras's own config, before Keras may be imported",
-    "cli/convert.py": "a temporary folder of its own",
     "cli/main.py": "its own log",
-    "_backends/timm_outputs.py": "a temporary folder of its own",
     "data/_emoji_names.py": "a file of the package",
     "data/_examples.py": "records that `globbed` has checked",
     "data/_folder.py": "images that `files_below` or `files_listed` has checked",

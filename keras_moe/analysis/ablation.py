@@ -7,7 +7,6 @@ import keras
 import numpy as np
 from keras import ops
 from numpy.typing import ArrayLike
-from rich.console import Console
 
 from keras_moe._checks import check_class_labels, check_one_of, unfit
 from keras_moe._compat import flatten_layers, serving
@@ -20,7 +19,6 @@ from keras_moe.analysis._hooks import (
     zeroed,
 )
 from keras_moe.analysis.interventions import Experts, moe_block, mumoe_head, numbers_of
-from keras_moe.analysis.routing import print_table
 
 # All MoE blocks together.
 ALL = "all"
@@ -166,47 +164,6 @@ def _removals(experts, removal, part):
         names.append(numbers[0] if is_number else " + ".join(map(str, parts)))
         removals.append((how, numbers))
     return np.array(names), removals
-
-
-def print_ablation(
-    ablation: ExpertAblation,
-    class_names: list[str] | None = None,
-    top: int = 10,
-    console: Console | None = None,
-) -> None:
-    """Prints the experts that matter most and the classes that need them.
-
-    Args:
-        ablation: result of `ablate_experts`.
-        class_names: names of the classes; None for numbers.
-        top: number of experts to print.
-        console: rich console; None for the terminal.
-
-    Example:
-
-    >>> from rich.console import Console
-    >>> from keras_moe.analysis import ExpertAblation, print_ablation
-    >>> ones = np.ones(2), np.ones(2), np.ones((1, 2))
-    >>> print_ablation(ExpertAblation(np.arange(1), *ones), console=Console(quiet=True))
-    """
-    changes, scores = ablation.changes, ablation.polysemanticity
-    names = class_names or [str(c) for c in range(changes.shape[1])]
-    mean = ablation.mean_polysemanticity
-    mean = "-" if mean is None else f"{mean:.2f}"
-    rows = []
-    for row in np.argsort(-changes.max(axis=1), kind="stable")[:top]:
-        if not changes[row].any():
-            continue
-        worst = np.argsort(-changes[row], kind="stable")[:4]
-        losses = [f"{names[c]} {changes[row, c]:.0%}" for c in worst if changes[row, c]]
-        rows.append([ablation.experts[row], f"{scores[row]:.2f}", ", ".join(losses)])
-    print_table(
-        f"Accuracy lost without an expert; mean polysemanticity {mean}",
-        ("expert", "polysemanticity", "classes that lose most"),
-        rows,
-        console,
-        texts=(2,),
-    )
 
 
 class MuMoEPart:

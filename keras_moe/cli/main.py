@@ -21,7 +21,6 @@ from keras_moe import choose_backend, import_keras
 from keras_moe._version import __version__
 from keras_moe.cli import (
     convert,
-    deduplicate,
     describe,
     estimate,
     evaluate,
@@ -44,7 +43,6 @@ COMMANDS = (
     upcycle,
     describe,
     estimate,
-    deduplicate,
 )
 # Errors of the library and of the operating system that a user can do something about.
 MISTAKES = (ImportError, OSError, TypeError, ValueError)

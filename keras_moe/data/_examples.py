@@ -92,18 +92,11 @@ class Examples:
         """Dataset of (position, item) of all examples in the source's order."""
         return self.pass_over(Share(0, 1, 1), None, 0, None)
 
-    def scan(
-        self, function: Callable, progress: Callable[[int, int], Any] | None = None
-    ) -> Iterator[tuple[np.ndarray, ...]]:
+    def scan(self, function: Callable) -> Iterator[tuple[np.ndarray, ...]]:
         """Yields batches of `function(position, item)` of all examples, as arrays."""
         dataset = self.all_items().map(function, num_parallel_calls=tf.data.AUTOTUNE)
-        done = 0
         with reading_errors():
-            for columns in dataset.batch(256).prefetch(1).as_numpy_iterator():
-                yield columns
-                done += len(columns[0])
-                if progress is not None:
-                    progress(done, self.count)
+            yield from dataset.batch(256).prefetch(1).as_numpy_iterator()
 
     def pass_over(
         self, share: Share, seed: Tensor | None, start: Tensor | int, length: int | None

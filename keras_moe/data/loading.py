@@ -79,7 +79,7 @@ class LoadOptions(_Options):
             It must contain the source's classes by name.
         max_labels: labels after padding, with `multi_label`; default the known maximum.
         exclude: indices of examples to leave out, in the order of the source; or JSON
-            files of `write_exclusion` or `keras-moe deduplicate`.
+            files of `write_exclusion`.
         unreadable: `"raise"` raises an error that names the file (see
             `reading_errors`); `"exclude"` first decodes all images, and leaves out
             those that fail, with a warning. To do that once for all runs, use

@@ -238,46 +238,14 @@ def linear_probe(
     order = np.random.default_rng(0).permutation(len(labels))
     held, rest = np.split(order, [max(len(order) // 5, 1)])
     fitted, measured = ((features[x], labels[x]) for x in (rest, held))
-    l2 = [chosen_l2(fitted, measured, num_classes, l2s)]
-    data = features, labels, test_features, test_labels
-    return float(few_shot_accuracies(*data, num_classes, l2)[0])
-
-
-def chosen_l2(
-    train: tuple[np.ndarray, np.ndarray],
-    held: tuple[np.ndarray, np.ndarray],
-    num_classes: int,
-    l2s: np.ndarray,
-) -> float:
-    """The penalty of highest accuracy on features and labels that are held out."""
-    accuracies = few_shot_accuracies(*train, *held, num_classes, l2s)
+    accuracies = few_shot_accuracies(*fitted, *measured, num_classes, l2s)
     # Of equally good penalties, one in the middle.
     best = l2s[accuracies == accuracies.max()]
-    return float(best[len(best) // 2])
+    data = features, labels, test_features, test_labels
+    return float(few_shot_accuracies(*data, num_classes, best[[len(best) // 2]])[0])
 
 
 # Ridge regression
-
-
-class RidgeClassifier(NamedTuple):
-    """A linear classifier on standardised features."""
-
-    mean: np.ndarray  # (F,), of the training features
-    std: np.ndarray  # (F,), their population standard deviation + 1e-5
-    weights: np.ndarray  # (F + 1, C), the last row for a constant 100
-
-    def scores(self, features: ArrayLike) -> np.ndarray:
-        """Returns scores (N, C) of features (N, F)."""
-        features = check_features("features", features, self.mean.size)
-        return _standardise(features, self.mean, self.std) @ self.weights
-
-
-def ridge_regression(
-    train_features: ArrayLike, train_labels: ArrayLike, num_classes: int, l2: float
-) -> RidgeClassifier:
-    """Fits the linear classifier in closed form, in float64."""
-    mean, std, left, eigs, right = _decompose(train_features, train_labels, num_classes)
-    return RidgeClassifier(mean, std, left @ (right / (eigs + l2)))
 
 
 def few_shot_accuracies(

@@ -61,14 +61,10 @@ def files(tmp_path_factory):
     ("estimate vit_b16 --batch-size 8", "--devices or --compile"),
     (f"estimate {HUGE} --compile v5e:4x4", "no --devices with --compile"),
     ("estimate vit_b16 --batch-size 8 --compile v5e:4x5", "v5e: 1x1, 2x2"),
-    ("estimate x --compile v5e:1x1 --figure a.txt", ".pdf; received: a.txt"),
     ("estimate vit_b16 --devices 8", "Expected --batch-size"),
     ("estimate --devices 8", "a model or --recipe; received: neither"),
     (f"estimate {HUGE} --recipe vmoe_digits", "received: both"),
     ("estimate --recipe routers_jft --devices 8", "--num-classes"),
-    # deduplicate
-    ("deduplicate --data folder:nowhere", "'nowhere'"),
-    ("deduplicate --data digits --max-distance 65", "max_distance=65"),
     # convert
     (f"convert {NPZ} @new --set num_classes=3", "num_classes=3, which --num-cl"),
     (f"convert {NPZ} @new --set load_weights=false", "which this program sets"),

@@ -15,7 +15,6 @@ tf = pytest.importorskip("tensorflow")
 
 IMAGES = np.stack([picture(number) for number in range(5)])
 CAPTIONS = ["a", "b", "c", ["d", "e"], "f"]
-HASHES = data.ImageHashes(np.zeros(2, int), np.zeros(2, "uint64"), np.ones(2, bool))
 DATASET = tf.data.Dataset.from_tensor_slices((IMAGES,)).batch(4)
 MIXTURE = {"digits": 3, "emoji": 1}
 # Arguments that are right.
@@ -30,7 +29,6 @@ RIGHT = {
     data.RandomResizedCrop: {"height": 8, "width": 8},
     data.RandAugment: {},
     data.LabelHierarchy: {"classes": ["a", "b", "c", "d"], "parents": {}},
-    data.find_duplicates: {"hashes": HASHES, "reference": HASHES},
     data.padded: {"x": IMAGES},
     data.write_tfrecords: {
         "folder": "records",
@@ -99,7 +97,6 @@ NO_IMAGES = [
     (data.LabelHierarchy, {"classes": ["a", "b", "a"]}, "['a']"),
     (data.LabelHierarchy, {"parents": {"a": ["x"]}}, "'x' in parents['a']"),
     (data.LabelHierarchy, {"parents": {"b": ["c"], "c": ["d", "b"]}}, "'b', 'c'"),
-    (data.find_duplicates, {"max_distance": -1}, "max_distance=-1"),
     (data.padded, {"batch_size": 0}, "batch_size=0"),
     (data.padded, {"x": DATASET.repeat()}, "repeats"),
     (data.padded, {"x": DATASET, "y": [0]}, "y"),

@@ -231,8 +231,6 @@ def test_fits_adapts_and_knows_how_sure_it_is():
     probabilities = softmax(model.predict(pixels, verbose=0))
     result = evaluation.calibration(probabilities[known], labels[known])
     assert result.nll < np.log(8)
-    result = evaluation.out_of_distribution(probabilities[known], probabilities[~known])
-    assert result.auroc > 0.5
     model.enable_lora(2, ["query", "experts"])
     model.compile("adam")
     model.fit(pixels[known][:32], labels[known][:32], verbose=0)

@@ -24,7 +24,6 @@ from keras_moe.analysis.plots.images import (
 )
 from keras_moe.analysis.plots.training import (
     plot_router_health,
-    plot_step_costs,
     plot_training_history,
 )
 
@@ -41,7 +40,6 @@ __all__ = [
     "plot_load_by_type",
     "plot_router_health",
     "plot_routing_scores",
-    "plot_step_costs",
     "plot_training_history",
     "plot_type_maps",
 ]

@@ -3,7 +3,7 @@
 import csv
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -57,43 +57,6 @@ def plot_training_history(
         axis.grid(alpha=0.25)
         axis.legend(fontsize=8)
     return save_figure(figure, path, title)
-
-
-def plot_step_costs(
-    costs: Any, path: str | os.PathLike | None = None, title: str | None = None
-) -> "Figure":
-    """Plots the memory of a step by part, and its time where it is known.
-
-    Args:
-        costs: `keras_moe.distribution.CompiledCosts`.
-
-    Example:
-
-    ```python
-    plots.plot_step_costs(costs, "costs.png")
-    ```
-    """
-    free = costs.capacity - costs.memory_bytes
-    panels = {
-        f"memory of a device, GiB (of {costs.capacity / 2**30:.1f})": {
-            name: size / 2**30 for name, size in {**costs.memory, "free": free}.items()
-        }
-    }
-    if costs.seconds is not None:
-        label = f"time of a step, ms (model FLOPs utilisation {costs.utilization_text})"
-        panels[label] = {name: 1e3 * x for name, x in costs.seconds.items()}
-    figure, (axes,) = new_axes(4.5 * len(panels), 3.6, columns=len(panels))
-    for axis, (label, parts) in zip(axes, panels.items()):
-        names, values = list(parts), list(parts.values())
-        colors = ["0.8" if name == "free" else "tab:blue" for name in names]
-        axis.barh(names, values, color=colors)
-        for y, value in enumerate(values):
-            axis.annotate(f" {value:.2f}", (max(value, 0), y), va="center", fontsize=8)
-        axis.invert_yaxis()
-        axis.margins(x=0.18)
-        axis.set_title(label, fontsize=9)
-        axis.tick_params(labelsize=8)
-    return save_figure(figure, path, costs.heading if title is None else title)
 
 
 def plot_router_health(

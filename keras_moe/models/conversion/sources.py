@@ -78,8 +78,7 @@ def check_convertible(source: Any) -> None:
     if isinstance(source, keras.Model) and not isinstance(source, CLASSES):
         names = sorted(cls.__name__ for cls in CLASSES)
         raise ValueError(
-            f"Expected a KerasHub model of {names}, or an MoE language model for "
-            f"models.replace_moe; received: {type(source).__name__}"
+            f"Expected a KerasHub model of {names}; received: {type(source).__name__}"
         )
     check_path("source", source)
     if not is_convertible(source):
