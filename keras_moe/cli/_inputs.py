@@ -34,10 +34,7 @@ class Model(NamedTuple):
 
 
 class Examples(NamedTuple):
-    """The data to evaluate on, as `keras_moe.data.load` and `load_pairs` take it.
-
-    `excluded` has the `exclude` of each split, `options` the rest for `load_pairs`.
-    """
+    """The data to evaluate on, as `keras_moe.data.load` and `load_pairs` take it."""
 
     source: str
     split: str
@@ -45,7 +42,7 @@ class Examples(NamedTuple):
     data_dir: str | None
     hierarchy: str | None
     max_labels: int | None
-    excluded: dict[str, Any]
+    excluded: dict[str, Any]  # by split
     options: dict[str, Any]
 
     def has_several_labels(self, split: str | None = None) -> bool:

