@@ -34,12 +34,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _EQUAL = {"dense": "a dense model of equal FLOPs", "wide": "one of equal parameters"}
-_FIGURES = {"accuracy": "test accuracy %", "nll": "NLL", "ece": "ECE"}
-_FIGURES |= {"loss": "training loss"}
-_HEAD = ("model", "parameters", "MFLOPs", "ms a step", "learning rate")
+_FIGURES = {"accuracy": "accuracy %", "nll": "NLL", "ece": "ECE", "loss": "train loss"}
+_HEAD = ("model", "parameters", "MFLOPs", "ms a step", "rate", *_FIGURES.values())
 _CAPTION = (
-    "MFLOPs are of a forward pass of an image, ± is the standard error over seeds, and "
-    "the training loss includes auxiliary losses."
+    "Test images, ± the standard error over seeds; MFLOPs of an image's forward pass. "
+    "The training loss includes auxiliary losses."
 )
 # `mlp_dim` is a multiple of these if that changes the cost by less than a share: odd
 # sizes are slow on accelerators.
@@ -60,7 +59,7 @@ class Estimate(NamedTuple):
 
     def text(self, figure: str = "accuracy", sign: str = "") -> str:
         """Accuracies in percent, and other figures as they are."""
-        scale, digits = (100, ".2f") if figure == "accuracy" else (1, ".4f")
+        scale, digits = (100, ".2f") if figure == "accuracy" else (1, ".3f")
         error = "" if self.error is None else f" ± {scale * self.error:{digits}}"
         return f"{scale * self.mean:{sign}{digits}}{error}"
 
@@ -125,7 +124,7 @@ class Twins(NamedTuple):
 
     def table(self) -> "Table":
         """A table for `rich.print`: the models, then the experts against each twin."""
-        own, rows, last, caption = self.models["experts"], [], [], _CAPTION
+        own, rows, last, at_end = self.models["experts"], [], [], []
         for name, twin in self.models.items():
             values = {x: Estimate.of([run[x] for run in twin.runs]) for x in _FIGURES}
             step = f"{twin.step_ms:.2f}" if twin.step_ms else ""
@@ -134,16 +133,17 @@ class Twins(NamedTuple):
             rows.append([name, *costs, rate, *(x.text(k) for k, x in values.items())])
             tried = sorted(map(float, twin.tried))
             if float(rate) in (tried[0], tried[-1]) and len(tried) > 1:
-                caption += f" {rate} is at an end of the rates that {name} tried."
+                at_end.append(name)
             if name in _EQUAL:
                 pairs = [(x[1], x[2], x[6] or 0) for x in (own, twin)]
                 costs = [f"x {x / y:.2f}" if y else "" for x, y in zip(*pairs)]
                 differences = [self.difference(name, x).text(x, "+") for x in _FIGURES]
-                last.append([f"experts against {name}", *costs, "", *differences])
-        head = (*_HEAD, *_FIGURES.values())
-        return numbers_table(
-            f"Twins on {self.source}", head, rows, last, caption=caption
-        )
+                last.append([f"against {name}", *costs, "", *differences])
+        title, caption = f"Twins on {self.source}", _CAPTION
+        if at_end:
+            caption += f" Other rates may suit {' and '.join(at_end)} better: the best "
+            caption += "one is at an end of the list."
+        return numbers_table(title, _HEAD, rows, last, caption=caption)
 
     def to_dict(self) -> dict:
         """Returns a JSON-serialisable dict."""

@@ -124,7 +124,7 @@ def plot_errors_over_costs(
     figure, (axes,) = new_axes(4.2 * len(costs), 3.4, columns=len(costs), sharey=True)
     for axis, (label, values) in zip(axes, costs.items()):
         # Models of equal cost stand side by side.
-        width = 0.04 * max(values.values())
+        width = 0.015 * max(values.values())
         for number, (name, seeds) in enumerate(errors.items()):
             percent = 100 * np.asarray(seeds, "float64")
             x = values[name] + width * (number - (len(errors) - 1) / 2)
@@ -132,8 +132,8 @@ def plot_errors_over_costs(
             axis.plot([x] * len(percent), percent, "o", color=colour, ms=4, alpha=0.6)
             style = {"color": colour, "ms": 16, "mew": 2.5, "label": name}
             axis.plot(x, percent.mean(), "_", **style)
-        axis.set_xlim(left=0)
         axis.margins(x=0.1, y=0.15)
+        axis.set_xlim(left=0)
         axis.set_xlabel(label, fontsize=9)
         axis.grid(color=GREY, alpha=0.25)
         plain_axis(axis)
