@@ -135,7 +135,7 @@ class Twins(NamedTuple):
             if float(rate) in (tried[0], tried[-1]) and len(tried) > 1:
                 at_end.append(name)
             if name in _EQUAL:
-                pairs = [(x[1], x[2], x[6] or 0) for x in (own, twin)]
+                pairs = [(x.parameters, x.mflops, x.step_ms or 0) for x in (own, twin)]
                 costs = [f"x {x / y:.2f}" if y else "" for x, y in zip(*pairs)]
                 differences = [self.difference(name, x).text(x, "+") for x in _FIGURES]
                 last.append([f"against {name}", *costs, "", *differences])
@@ -254,8 +254,8 @@ def twins(
         for name, (_, cost) in configs.items()
     }
     result = Twins(str(recipe.data.source), found)
-    about = {"recipe": own.to_dict(), "backend": keras.backend.backend()}
-    about |= {"versions": versions()}
+    about = {"recipe": recipe.to_dict(), "held_out": own.data.to_dict()["held_out"]}
+    about |= {"backend": keras.backend.backend(), "versions": versions()}
     write_json(Path(folder) / "twins.json", {**result.to_dict(), **about})
     return result
 

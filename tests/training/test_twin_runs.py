@@ -132,7 +132,7 @@ def test_runs_are_done_once(monkeypatch, tmp_path):
     assert begun[-1] == (18, 19, "times of training steps")
     stored = json.loads((tmp_path / "twins.json").read_text())
     assert stored["sentence"] == first.sentence
-    assert stored["recipe"]["data"]["held_out"] == 200
+    assert (stored["held_out"], stored["recipe"]) == (200, recipe().to_dict())
     assert stored["models"]["wide"]["runs"] == models[2].runs
     # The run of a deleted folder is repeated, to the bit, and no other.
     shutil.rmtree(tmp_path / "runs" / "dense-rate0.1-seed1")
