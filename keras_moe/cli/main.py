@@ -27,6 +27,7 @@ from keras_moe.cli import (
     quickstart,
     report,
     train,
+    twins,
     upcycle,
 )
 from keras_moe.cli._arguments import STDOUT, Parser, add_command
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 COMMANDS = (
     quickstart,
     train,
+    twins,
     evaluate,
     report,
     convert,

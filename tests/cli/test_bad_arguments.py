@@ -72,6 +72,9 @@ def files(tmp_path_factory):
     (f"convert {NPZ} @other", "a new folder, an empty one or an older preset"),
     (f"convert {NPZ} @names.txt/a/new", "names.txt is a file"),
     ("convert @preset @preset", "Expected another folder than the source"),
+    # twins
+    ("twins vmoe_digits --recipe-set model.load_weights=true", "load_weights=True"),
+    ("twins vmoe_digits --set moe_layers=null", "a model with experts"),
     # upcycle
     ("upcycle @preset @new --set router=1", "received: router=1"),
     ("upcycle @preset @new --settings clip_down", "clip_down"),
