@@ -116,6 +116,7 @@ class CausalLM(LabellessTask, HubCausalLM):
 
     task_name = "causal_lm"
     pipeline_tag = "text-generation"
+    output_name = "logits"
     backbone_cls = DecoderBackbone
     backbone: DecoderBackbone
 

@@ -268,6 +268,11 @@ class ImageClassifier(MoETask, HubClassifier):
         self.head_position = head_position
 
     @property
+    def output_name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What the output is, in exported programs."""
+        return "logits" if self.output_activation is None else "probabilities"
+
+    @property
     def preprocessor(self) -> Any:
         """An `ImagePreprocessor`, which `classify` applies, or another, or None."""
         return super().preprocessor
