@@ -330,7 +330,9 @@ OTHERS = {
 @pytest.mark.parametrize("format", OTHERS[BACKEND])
 def test_other_backends_are_named(format, tmp_path):
     model, other = ANY_BATCH["dense"](), OTHERS[BACKEND][format]
-    message = rf"KERAS_BACKEND={other} for.*{BACKEND} writes; received: format='{format}"
+    message = (
+        rf"KERAS_BACKEND={other} for.*{BACKEND} writes; received: format='{format}"
+    )
     refuses(message, model.export, tmp_path / "model", format=format)
     assert not list(tmp_path.iterdir())
 
