@@ -24,6 +24,9 @@ from keras_moe.cli import (
     describe,
     estimate,
     evaluate,
+    export,
+    generate,
+    predict,
     quickstart,
     report,
     train,
@@ -40,7 +43,10 @@ COMMANDS = (
     train,
     twins,
     evaluate,
+    predict,
+    generate,
     report,
+    export,
     convert,
     upcycle,
     describe,
@@ -64,6 +70,7 @@ def make_parser() -> Parser:
         "keras-moe describe vmoe_b32\n"
         "keras-moe train mumoe_digits\n"
         "keras-moe evaluate runs/mumoe_digits --json\n"
+        "keras-moe predict runs/mumoe_digits photo.png\n"
         "keras-moe report runs/mumoe_digits\n"
         "keras-moe COMMAND --help",
     )

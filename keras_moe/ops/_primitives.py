@@ -96,6 +96,15 @@ def _reduce(reduce, x, axis, keepdims):
     return reduce(x, axis=axis, keepdims=keepdims)
 
 
+def argmax(x: Tensor) -> Tensor:
+    """The first index of the largest value in the last axis, int32 (..., 1)."""
+    if keras.backend.backend() != "tensorflow":
+        return ops.cast(ops.argmax(x, axis=-1, keepdims=True), "int32")
+    from keras_moe._backends import tensorflow
+
+    return tensorflow.argmax(x)
+
+
 def take(table: Tensor, rows: Tensor) -> Tensor:
     """`table[rows]`, also for an empty table and no rows."""
     if 0 not in tuple(table.shape):

@@ -18,6 +18,7 @@ from keras_moe._checks import (
 )
 from keras_moe._types import Size, Tensor
 from keras_moe.ops._primitives import (
+    argmax,
     max_along,
     scatter,
     searchsorted,
@@ -345,7 +346,7 @@ def top_experts(affinity, gates, num_selected_experts):
     rest = ops.maximum(ops.stop_gradient(affinity), -3e38)
     experts, weights = [], []
     for k in range(num_selected_experts):
-        expert = ops.cast(ops.argmax(rest, axis=-1, keepdims=True), "int32")
+        expert = argmax(rest)
         taken = expert == index
         experts.append(expert)
         weights.append(ops.sum(ops.where(taken, gates, 0.0), axis=-1, keepdims=True))

@@ -11,6 +11,7 @@ from tests import pair_models, published
 from tests.compare import assert_same
 from tests.published import IDS, MEAN, STD, pixels
 from tests.refusals import refuses
+from tests.small_models import small_tokenizer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -197,6 +198,36 @@ def test_a_patch_bias_becomes_part_of_the_positions(tmp_path):
     models.export_weights(backbone, "transformers", tmp_path / "x")
     loaded = transformers.CLIPModel.from_pretrained(tmp_path / "x").eval()
     published.check_transformers_pair(backbone, loaded, pixels())
+
+
+def test_the_tokenizer_goes_with_a_clip(tmp_path):
+    tokenizer = small_tokenizer(max_length=12)
+    text = {**TEXT, **OF_CLIP, "vocabulary_size": 530, "max_length": 12}
+    image = {**IMAGE, "image_shape": (8, 8, 3)}
+    backbone = models.CLIPBackbone(image=image, text=text, projection_dim=4)
+    model = models.ContrastiveModel(backbone, tokenizer)
+    captions = ["A photo of two CATS!", "the cat's hat"]
+    for library in ("transformers", "open_clip"):
+        models.export_weights(model, library, tmp_path / library)
+        # The tokenizer is the folder's, with the same ids.
+        read = transformers.AutoTokenizer.from_pretrained(tmp_path / library)
+        rows = read(captions, padding="max_length")
+        expected = tokenizer(captions)
+        assert rows["attention_mask"] == expected["padding_mask"].astype(int).tolist()
+        ids = np.where(rows["attention_mask"], rows["input_ids"], tokenizer.padding_id)
+        assert ids.tolist() == expected["token_ids"].tolist()
+        back = models.from_preset(str(tmp_path / library), task="contrastive")
+        ids = back.preprocessor(captions)["token_ids"]
+        assert ids.tolist() == expected["token_ids"].tolist()
+    config = json.loads((tmp_path / "transformers/config.json").read_text())
+    assert config["text_config"]["bos_token_id"] == tokenizer.start_id
+    loaded = transformers.CLIPModel.from_pretrained(tmp_path / "transformers")
+    with torch.no_grad():
+        inputs = read(captions, padding="max_length", return_tensors="pt")
+        features = loaded.eval().get_text_features(**inputs)
+    features = getattr(features, "pooler_output", features).numpy()
+    features /= np.linalg.norm(features, axis=1, keepdims=True)
+    np.testing.assert_allclose(model.encode_text(captions), features, atol=1e-5)
 
 
 def test_a_contrastive_model_keeps_the_preparation_of_its_images(tmp_path):
