@@ -1,4 +1,4 @@
-"""Programs that `keras-moe export` writes; `tests/models/test_exporting.py` has more."""
+"""Programs that `keras-moe export` writes; see also `test_exporting.py`."""
 
 import os
 
