@@ -208,7 +208,7 @@ def _read(model, data, sections, batch_size, max_examples, verbose, numbers):
             labels.update(batch.labels[batch.labels >= 0].tolist())
         count += batch.size
         bar.update(count)
-    if count < max_examples:
+    if max_examples is None or count < max_examples:
         bar.update(count, finalize=True)
     _update_queues(sections, shuffled.rest())
     return count, score.facts(), len(labels)
