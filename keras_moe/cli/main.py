@@ -24,9 +24,13 @@ from keras_moe.cli import (
     describe,
     estimate,
     evaluate,
+    export,
+    generate,
+    predict,
     quickstart,
     report,
     train,
+    twins,
     upcycle,
 )
 from keras_moe.cli._arguments import STDOUT, Parser, add_command
@@ -37,8 +41,12 @@ if TYPE_CHECKING:
 COMMANDS = (
     quickstart,
     train,
+    twins,
     evaluate,
+    predict,
+    generate,
     report,
+    export,
     convert,
     upcycle,
     describe,
@@ -62,6 +70,7 @@ def make_parser() -> Parser:
         "keras-moe describe vmoe_b32\n"
         "keras-moe train mumoe_digits\n"
         "keras-moe evaluate runs/mumoe_digits --json\n"
+        "keras-moe predict runs/mumoe_digits photo.png\n"
         "keras-moe report runs/mumoe_digits\n"
         "keras-moe COMMAND --help",
     )
@@ -80,7 +89,7 @@ def main(
     try:
         args = make_parser().parse_args(argv)
         args.argv = sys.argv[1:] if argv is None else argv
-        wants_traceback |= args.traceback
+        wants_traceback = args.traceback = wants_traceback or args.traceback
         interrupted = args.interrupted
         # Within another program, such as a test, stderr is not this program's.
         if argv is None and not wants_traceback:

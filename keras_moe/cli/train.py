@@ -17,6 +17,7 @@ import json
 import math
 import secrets
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,7 +127,8 @@ def add_looks(parser: argparse.ArgumentParser) -> None:
     few_shot_data = "Images with splits train and test for it; by default the recipe's."
     group.add_argument("--few-shot-data", metavar="SOURCE", help=few_shot_data)
     report = (
-        "The number of test examples of a report on the routing at the end; its first "
+        "The number of test examples of a report on the routing at the end, drawn of "
+        "all classes alike; also on a finished run, by the same command. Its first "
         "picture goes into the model card. 0 for no report."
     )
     add_count(group, "--report-examples", report, 0, 0)
@@ -279,6 +281,7 @@ def fit(
             for line in first_lines(recipe, model, args.data_dir):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
             console.print(settings_table(recipe))
+            model.describe().print_routing(console, recipe.data.batch_size)
         test.append(datasets.test)
         return evaluations(args, recipe, folder, model, datasets)
 
@@ -330,8 +333,10 @@ def evaluations(
     if importlib.util.find_spec("tensorboardX") is not None:
         board = folder / "tensorboard"
     if args.health_every and model.routing:
-        # Each process has read a part.
-        batch = gathered_batch(next(iter(datasets.test)))
+        # Test data may be sorted by class. Each process has read a part.
+        shuffled = datasets.shuffled_test
+        test = datasets.test if shuffled is None else shuffled()
+        batch = gathered_batch(next(iter(test)))
         callbacks.append(
             training.RouterHealth(
                 keras.utils.unpack_x_y_sample_weight(batch)[0],
@@ -439,17 +444,23 @@ def write_report(
         return None
     data = recipe.data
     try:
+        if test is None:
+            # Nothing was left to train.
+            test = recipe.datasets(trained.model, args.data_dir).test
         return keras_moe.report.write_report(
             trained.model,
             test,
             folder / "report",
             name=f"{recipe.name} on {data.evaluated_source} {data.test_split}",
             max_examples=args.report_examples,
+            options=keras_moe.report.Options(training_batch_size=data.batch_size),
             command=command_line(args),
             credit=keras_moe.data.credit(data.evaluated_source),
             verbose=0,
         )
     except Exception as error:
+        if args.traceback:
+            traceback.print_exc()
         text = (
             f"warning: no report, since it failed: {type(error).__name__}: {error}\n"
             f"The model is in {folder / 'preset'}; `keras-moe report {folder}` makes a "
@@ -504,6 +515,7 @@ def results_of(recipe: "Recipe", trained: "Training", folder: Path) -> dict:
         "recipe": recipe.to_dict(),
         **backend_and_versions(),
         "parameters": trained.model.count_params(),
+        "costs": trained.model.describe().to_dict(),
         "metric": recipe.objective.monitor.metric,
         "score": trained.score,
         "linear_probe": trained.linear_probe,

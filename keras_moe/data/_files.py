@@ -205,13 +205,10 @@ def read_json(
     others: bool = False,
     within: Path | None = None,
 ) -> dict[str, Any]:
-    """Reads a JSON file; errors name the file and the first value that does not fit.
-
-    In a schema, `str` is a string that is not empty, `int` an integer from 0 on, a
-    `range` an integer in it, `[item]` a list, `{str: item}` a dict with any names, and
-    `{"name": item}` a dict with some of its names, or with `others`, too. Of a tuple,
-    the first is for numbers and the second for lists.
-    """
+    """Reads a JSON file; errors name the file and the first value that does not fit."""
+    # In a schema, `str` is a string that is not empty, `int` an integer from 0 on, a
+    # `range` an integer in it, `[item]` a list, `{str: item}` a dict of any names, and
+    # `{"name": item}` one of some of its names. Tuples are for numbers and for lists.
     try:
         value = json.loads(read_text(path, within))
         known = value

@@ -52,6 +52,8 @@ _NAMED = {
 def _find(source: object, function: str) -> tuple[Callable, str]:
     """Returns a function of the source's module and the source's name."""
     kind, colon, name = str(source).partition(":")
+    # A shell expands ~ at the beginning of a word alone.
+    name = os.path.expanduser(name)
     kinds = _NAMED if name else {} if colon else _ALONE
     if kind not in kinds:
         hint = nearest(kind, {**_ALONE, **_NAMED})

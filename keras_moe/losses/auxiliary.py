@@ -31,15 +31,11 @@ LOCAL = ("local_entropy", "target_entropy", "merged_entropy")
 
 
 class _Function(NamedTuple):
-    """A loss `compute(routing, router, mask, modality_ids, **options)`, (G,).
-
-    `options` has its options and their defaults, and `reads` what else it needs of a
-    router: `"selected"` (K) or `"noise"`.
-    """
+    """A loss `compute(routing, router, mask, modality_ids, **options)`, (G,)."""
 
     compute: Callable[..., Tensor]
     options: dict[str, object] = {}
-    reads: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()  # of a router: "selected" (K) or "noise"
 
 
 def _load(routing, router, mask):

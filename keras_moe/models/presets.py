@@ -203,7 +203,9 @@ def describe(preset: object, load_weights: bool = True, **overrides) -> Descript
 
     Returns:
         A `Description` with `parameters`, `active_parameters` (used by one token) and
-        `gflops` per image, in total and for each of its `parts`.
+        `gflops` per image, in total and for each of its `parts`; with `routed_share` of
+        the FLOPs, K (`selected_experts`), `tokens_per_expert` and `parameter_ratio`,
+        and `findings()` on what the literature says of these.
 
     Example:
 

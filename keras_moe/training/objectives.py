@@ -1,6 +1,7 @@
 """Training objectives: labels, loss, metrics, and the metric to compare models by."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -232,20 +233,21 @@ class LabelledImages(Objective):
             "data_dir": data_dir,
             **self.label_options(config),
         }
-        train, test = train_and_test(
+        train, *tests = train_and_test(
             data.load,
             config,
             model,
             {**common, "exclude": exclude, "start_batch": start_step},
             {**common, "exclude": exclude_from_test},
         )
-        return Datasets(train, test, self.num_classes(config, data_dir), steps)
+        num_classes = self.num_classes(config, data_dir)
+        return Datasets(train, tests[0], num_classes, steps, tests[1])
 
 
 def train_and_test(
     load: Callable, config: DataConfig, model: Any, of_train: dict, of_test: dict
-) -> tuple[Any, Any]:
-    """Loads endless batches of the training split, and those of the test split."""
+) -> tuple[Any, Any, Any]:
+    """Loads endless training batches and the test batches, and a shuffling loader."""
     if (most := getattr(model.backbone, "max_patches", None)) is not None:
         expected = "a model of images of one shape for a recipe's images"
         raise unfit(expected, max_patches=most)
@@ -255,9 +257,10 @@ def train_and_test(
     }
     of_train = {**common, "augment": config.augment, "repeat": True, **of_train}
     train = load(config.source, config.train_split, shuffle=True, **of_train)
-    of_test = {**common, **of_test}
-    test = load(config.evaluated_source, config.test_split, shuffle=False, **of_test)
-    return train, test
+    test = functools.partial(
+        load, config.evaluated_source, config.test_split, **common, **of_test
+    )
+    return train, test(shuffle=False), functools.partial(test, shuffle=True)
 
 
 @register_objective("classification")

@@ -78,6 +78,7 @@ class Recipe:
     """
 
     name: str
+    _: dataclasses.KW_ONLY
     data: DataConfig
     model: ModelConfig
     schedule: ScheduleConfig

@@ -138,12 +138,14 @@ class Datasets(NamedTuple):
         test: the same for evaluation, with unmixed labels.
         num_classes: number of classes, or None if the objective has none.
         steps_per_epoch: number of training batches in an epoch.
+        shuffled_test: function that returns the test batches in random order, or None.
     """
 
     train: Any
     test: Any
     num_classes: int | None
     steps_per_epoch: int
+    shuffled_test: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -50,11 +50,6 @@ def test_the_chosen_layout_and_all_others(tables_and_json):
     assert values["costs"]["chip"]["name"] == "tpu_v4"
 
 
-def test_a_dense_model_has_one_layout(done):
-    dense = ("estimate", "vit_b16", "--devices", 6, "--batch-size", 12)
-    assert "experts over 1, heads over 2" in done(*dense, "--model-parallel", 2)
-
-
 @pytest.fixture
 def asked(monkeypatch):
     """What is asked of the compiler, which finds the same each time."""

@@ -85,12 +85,21 @@ def test_one_command_trains_and_saves(
     # The same command again has nothing to do; another recipe is another run.
     again = ("mumoe_digits", "--output", tmp_path / "run", "--set", *SMALL)
     again += ("--recipe-set", *SETTINGS)
+    # Nothing is left but the report, which is made of a finished run, too.
+    shutil.rmtree(tmp_path / "run" / "report")
+    done("train", *again, "--report-examples", 4)
+    page = (tmp_path / "run" / "report" / "report.html").read_text(encoding="utf-8")
+    assert "4 of 450, drawn with seed 0" in page
+    assert "Routed experts" not in output
     # A report that fails leaves the trained model, and its older report.
     shutil.rmtree(tmp_path / "run" / "preset")
     monkeypatch.setattr("keras_moe.report.write_report", broken_report)
-    status, output, errors = train(*again, "--report-examples", 5, "--json")
+    status, output, errors = train(
+        *again, "--report-examples", 5, "--json", "--traceback"
+    )
     assert status == 0, errors
     assert "warning: no report, since it failed: RuntimeError: [broken]" in errors
+    assert "in broken_report" in errors
     assert (tmp_path / "run" / "preset" / "task.weights.h5").is_file()
     assert (tmp_path / "run" / "report" / "report.html").is_file()
     assert "Epoch" not in output + errors

@@ -58,20 +58,16 @@ RIGHT = {
     mean_average_precision: {"labels": np.eye(4, 3, dtype=int), "scores": FOUR},
     encode_pairs: {"model": SimpleNamespace(encode_images=None, encode_text=None)},
     training.ZeroShot: {"data": (), "class_names": ["a", "b"]},
-    training.Retrieval: {"pairs": ()},
 }
 
 
 @pytest.mark.parametrize(("function", "wrong", "received"), [
     (few_shot, {"train_labels": np.full(60, 3)}, "received: 3, and 60"),
-    (few_shot, {"test_labels": np.full(60, -1)}, "received: -1"),
     (few_shot, {"train_labels": CLASSES[1:]}, "shape=(59,)"),
     (few_shot, {"train_features": np.ones(60)}, "shape=(60,)"),
     (few_shot, {"test_features": np.ones((60, 5))}, "shape=(60, 5)"),
     (few_shot, {"train_features": FEATURES * np.nan}, "60 of 60 rows"),
     (few_shot, {"shots": (1, 21)}, "received: 20 of class 0"),
-    (few_shot, {"shots": (0,)}, "shots=0"),
-    (few_shot, {"seeds": ()}, "seeds=()"),
     (few_shot, {"l2s": (0.0, 1.0)}, "l2s=(0.0, 1.0)"),
     (extract_features, {"data": []}, "none"),
     (extract_features, {"data": Endless()}, "for ever"),
@@ -83,19 +79,15 @@ RIGHT = {
     (calibration, {"num_bins": 0}, "num_bins=0"),
     (retrieval, {"image_embeddings": np.ones((0, 3))}, "shape=(0, 3)"),
     (retrieval, {"text_embeddings": FOUR[:, 1:]}, "shape=(4, 2)"),
-    (retrieval, {"text_embeddings": FOUR * np.nan}, "[0, 1, 2, 3]"),
     (retrieval, {"text_embeddings": [[1.0] * 3] * 2 + [[0.0] * 3] * 2}, "[2, 3]"),
     (retrieval, {"text_embeddings": np.ones((5, 3))}, "shape=(4,)"),
     (retrieval, {"image_of_text": [0, 1, 2, 4]}, "received: 4"),
     (retrieval, {"image_of_text": [0, 1, 1, 3]}, "3 of 4 images"),
     (retrieval, {"ks": (1, 5)}, "ks=5"),
-    (retrieval, {"chunk_size": 0}, "chunk_size=0"),
     (retrieval, {"text_ids": [0, 1]}, "shape=(2,)"),
     (contrastive_accuracy, {"contrastive_batch_size": 5}, "4 images and 4 texts"),
     (contrastive_accuracy, {"image_ids": [1, 2]}, "shape=(2,)"),
-    (contrastive_accuracy, {"text_ids": [0.5] * 4}, "dtype=float64"),
     (zero_shot, {"labels": [0, 1, 2, 4]}, "received: 4"),
-    (zero_shot, {"classes": np.ones((4, 2))}, "shape=(4, 2)"),
     (zero_shot, {"ks": (5,)}, "ks=5"),
     (
         class_embeddings,
@@ -106,7 +98,6 @@ RIGHT = {
     (read_class_names, {"class_names": ["a", " "]}, "['a', ' ']"),
     (read_class_names, {"class_names": ["a", "b", "a"]}, "'a' for"),
     (read_templates, {"templates": ["a photo"]}, "'a photo'"),
-    (read_templates, {"templates": "imagent"}, "'imagent'"),
     (read_class_subset, {"name": "imagenet_v2"}, "'imagenet_v2'"),
     (SUBSET.indices, {"class_names": ["cat"], "num_classes": 1}, "['cat']"),
     (SUBSET.indices, {"num_classes": 10}, "10 classes"),
@@ -118,14 +109,12 @@ RIGHT = {
         "received: 3",
     ),
     (mean_average_precision, {"scores": FOUR[1:]}, "(3, 3)"),
-    (mean_average_precision, {"sample_weight": np.ones(3)}, "(3,)"),
     (
         mean_average_precision,
         {"sample_weight": [1, np.nan, -1, np.inf]},
         "weights [nan -1. inf]",
     ),
     (mean_average_precision, {"labels": np.zeros((4, 3), int)}, "none that count"),
-    (mean_average_precision, {"scores": FOUR * np.nan}, "12 scores"),
     (encode_pairs, {"pairs": []}, "none"),
     (encode_pairs, {"pairs": ({"images": IMAGES, **TEXTS}, None)}, "60"),
     (
@@ -134,7 +123,6 @@ RIGHT = {
         "'image_ids': (2,)",
     ),
     (training.ZeroShot, {"class_names": "nowhere.txt"}, "'nowhere.txt'"),
-    (training.Retrieval, {"ks": (0,)}, "ks=0"),
 ])  # fmt: skip
 def test_refused(function, wrong, received):
     check_refused(function, {**RIGHT[function], **wrong}, re.escape(received))

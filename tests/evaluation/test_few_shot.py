@@ -1,5 +1,4 @@
 import json
-import sys
 
 import keras
 import numpy as np
@@ -149,15 +148,6 @@ def test_few_shot_sweeps_shots_seeds_and_penalties():
     stored = json.loads(json.dumps(result.to_dict()))
     assert stored["shots"] == [1, 10]
     np.testing.assert_array_equal(stored["accuracies"], result.accuracies)
-
-
-def test_accuracies_in_chunks(monkeypatch):
-    # The package's attribute of this name is the function.
-    module = sys.modules["keras_moe.evaluation.few_shot"]
-    train, test = clusters(spread=1.0), clusters(seed=1, spread=1.0)
-    expected = few_shot_accuracies(*train, *test, 3)
-    monkeypatch.setattr(module, "_CHUNK", 7)
-    np.testing.assert_array_equal(few_shot_accuracies(*train, *test, 3), expected)
 
 
 def images_of_clusters(**kwargs):

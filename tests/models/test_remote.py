@@ -1,6 +1,5 @@
 """Handles of hubs: real clients in fresh processes, a server on 127.0.0.1, or none."""
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -22,17 +21,9 @@ from tests.published import hub_vit, open_clip_folder, timm_folder
 FINETUNED = "timm/vit_small_patch16_224.augreg_in21k"
 
 
-def write_repositories(folder):
-    """Models of other libraries, some with tokenizers, and presets of ours."""
-    timm_folder(folder / "timm" / "vit", "vit_token")
-    shutil.copytree(folder / "timm" / "vit", folder / FINETUNED)
-    hub_vit().save_to_preset(folder / "keras" / "vit")
-    gpt2_path = folder / "openai-community" / "gpt2"
-    gpt2.add_tokenizer(
-        gpt2.folder_of(language_model("GPT2", vocabulary_size=266), gpt2_path)
-    )
+def write_clip(clip):
+    """An OpenCLIP with random weights and a vocabulary."""
     pairs = trained_byte_pairs(["a photo of a cat", "a photo of a dog"], 530)
-    clip = folder / "laion" / "clip"
     open_clip_folder(clip, text={"vocab_size": 530})
     path, generator = clip / "open_clip_model.safetensors", np.random.default_rng(3)
     shapes = {name: array.shape for name, array in load_file(path).items()}
@@ -44,11 +35,22 @@ def write_repositories(folder):
     save_file(random, path)
     (clip / "vocab.json").write_text(json.dumps(pairs.vocabulary))
     (clip / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs.merges]))
-    for name in ("digits", "gated", "down", "broken", "xet"):
+
+
+def write_repositories(folder):
+    """Models of other libraries, some with tokenizers, and presets of ours."""
+    timm_folder(folder / "timm" / "vit", "vit_token")
+    shutil.copytree(folder / "timm" / "vit", folder / FINETUNED)
+    hub_vit().save_to_preset(folder / "keras" / "vit")
+    gpt2_path = folder / "openai-community" / "gpt2"
+    gpt2.add_tokenizer(
+        gpt2.folder_of(language_model("GPT2", vocabulary_size=266), gpt2_path)
+    )
+    write_clip(folder / "laion" / "clip")
+    for name in ("digits", "gated", "down", "broken"):
         shutil.copytree(folder.parent / "preset", folder / "ours" / name)
     (folder / "ours" / "gated" / hub_server.GATED).touch()
     (folder / "ours" / "down" / hub_server.DOWN).touch()
-    (folder / "ours" / "xet" / hub_server.XET).touch()
     broken = f"model.weights.h5{hub_server.BROKEN}"
     (folder / "ours" / "broken" / broken).touch()
     # A repository without anything to load.
@@ -159,9 +161,6 @@ def test_programs_download_and_keep_no_broken_file(happened):
     assert "config.json" in online["kept"]
     assert "model.weights.h5" not in online["kept"]
     assert online["whole again"][1] == "no error"
-    if importlib.util.find_spec("hf_xet"):
-        check(online, "xet", "ConnectionError", "hf://ours/xet", hub_server.NOWHERE)
-    online = happened[2]
     status, output, errors = online["describe"]
     assert status == 0, errors
     assert "hf://timm/vit" in output

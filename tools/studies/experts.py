@@ -5,7 +5,8 @@ and experts; large models of twice the width; few a tenth of the images; left_ou
 on half of the classes, for 10-shot probes of the others. bias compares sigmoid gates
 whose selection bias balances the experts with auxiliary losses, here and for the preset
 vmoe_digits by its own recipe; upcycled the ways to begin with a trained dense model, at
-equal steps; muon that optimizer with AdamW, each with the best of the same rates.
+equal steps; muon that optimizer with AdamW, each with the best of the same rates;
+official whether training equals that of google-research/vmoe.
 
 Models of a seed see the same batches, and differences are taken seed by seed. Images
 held out of the training split choose between settings; the test images are read once,
@@ -85,7 +86,7 @@ Overrides = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_parts(parser, PARTS)
+    add_parts(parser, (*PARTS, "official"))
     add_data(parser, default="fashion_mnist")
     for name, default, text in (
         ("train-images", None, "The number of images to train on; by default all."),
@@ -149,14 +150,20 @@ def run(args: argparse.Namespace, console: Console) -> Result:
             for name, own in (("dense", DENSE), ("V-MoE, K=2", moe(2)))
         },
     }
-    return run_parts(
-        study,
-        {
-            name: Comparison(study, name, make[name](), args.seeds)
-            for name in PARTS
-            if name in args.parts
-        },
-    )
+    parts: dict[str, Part] = {
+        name: Comparison(study, name, make[name](), args.seeds)
+        for name in PARTS
+        if name in args.parts
+    }
+    if "official" in args.parts:
+        if keras.backend.backend() == "jax":
+            # The official code is JAX.
+            from tools.studies.official_training import Official
+
+            parts["official"] = Official(study, task, args.seeds)
+        else:
+            console.print("official  left out: it needs KERAS_BACKEND=jax")
+    return run_parts(study, parts)
 
 
 class Model(NamedTuple):

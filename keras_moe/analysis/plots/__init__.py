@@ -23,6 +23,7 @@ from keras_moe.analysis.plots.images import (
     plot_type_maps,
 )
 from keras_moe.analysis.plots.training import (
+    plot_errors_over_costs,
     plot_router_health,
     plot_training_history,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "plot_ablation",
     "plot_compute_maps",
     "plot_coverage",
+    "plot_errors_over_costs",
     "plot_expert_groups",
     "plot_expert_images",
     "plot_expert_load",

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from keras_moe._files import read_text
-from keras_moe.analysis.plots._figure import new_axes, save_figure
+from keras_moe.analysis.plots._figure import (
+    COLOURS,
+    GREY,
+    new_axes,
+    plain_axis,
+    save_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,6 +62,46 @@ def plot_training_history(
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.25)
         axis.legend(fontsize=8)
+    return save_figure(figure, path, title)
+
+
+def plot_errors_over_costs(
+    errors: Mapping[str, Sequence[float]],
+    costs: Mapping[str, Mapping[str, float]],
+    path: str | os.PathLike | None = None,
+    title: str = "Errors over costs",
+) -> "Figure":
+    """Plots the errors of models over each cost: a dot for each seed, bars for means.
+
+    Args:
+        errors: test errors of each model by seed, as shares.
+        costs: the cost of each model, by the label of its axis.
+
+    Example:
+
+    >>> from keras_moe.analysis import plots
+    >>> errors = {"experts": [0.10, 0.12], "dense": [0.13, 0.14]}
+    >>> costs = {"MFLOPs": {"experts": 5.9, "dense": 5.9}}
+    >>> figure = plots.plot_errors_over_costs(errors, costs, "errors.png")
+    """
+    figure, (axes,) = new_axes(4.2 * len(costs), 3.4, columns=len(costs), sharey=True)
+    for axis, (label, values) in zip(axes, costs.items()):
+        # Models of equal cost stand side by side.
+        width = 0.015 * max(values.values())
+        for number, (name, seeds) in enumerate(errors.items()):
+            percent = 100 * np.asarray(seeds, "float64")
+            x = values[name] + width * (number - (len(errors) - 1) / 2)
+            colour = COLOURS[number]
+            axis.plot([x] * len(percent), percent, "o", color=colour, ms=4, alpha=0.6)
+            style = {"color": colour, "ms": 16, "mew": 2.5, "label": name}
+            axis.plot(x, percent.mean(), "_", **style)
+        axis.margins(x=0.1, y=0.15)
+        axis.set_xlim(left=0)
+        axis.set_xlabel(label, fontsize=9)
+        axis.grid(color=GREY, alpha=0.25)
+        plain_axis(axis)
+    axes[0].set_ylabel("test error, %", fontsize=9)
+    axes[-1].legend(fontsize=8, markerscale=0.5)
     return save_figure(figure, path, title)
 
 

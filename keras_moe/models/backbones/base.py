@@ -58,6 +58,7 @@ class MoEBackbone(MoEModel, Backbone):
     example: str
     # Task tag on model hubs.
     pipeline_tag = "feature-extraction"
+    output_name = "tokens"
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)

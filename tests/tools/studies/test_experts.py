@@ -5,7 +5,6 @@ import pytest
 from rich.console import Console
 
 from keras_moe import training
-from tools.studies import experts
 from tools.studies.experts import DENSE, MODEL, WIDE, Comparison, Model, Task, moe
 from tools.studies.study import Study, weights_as_arrays
 
@@ -35,8 +34,6 @@ def test_settings_are_chosen_on_images_that_are_held_out(task, monkeypatch):
     assert dense["difference"]["mean"] == 0
     difference = upcycled["accuracies"][0] - dense["accuracies"][0]
     assert upcycled["difference"]["mean"] == difference
-    assert "largest_load" not in dense
-    assert upcycled["largest_load"]["mean"] >= 1
     # The dense model of "fast" is the one with which the other begins.
     names = [path.name.partition("-")[0] for path in task.study.runs.glob("*.json")]
     assert sorted(names) == ["step_times", *["tested"] * 2, *["trained"] * 3]
@@ -70,19 +67,3 @@ def test_models_to_compare_have_equal_costs(task):
     dense, wide, sparse = map(task.costs, (DENSE, WIDE, moe(1)))
     assert wide["parameters"] == pytest.approx(sparse["parameters"], rel=0.02)
     assert sparse["mflops"] == pytest.approx(dense["mflops"], rel=0.02)
-
-
-def test_every_part_has_its_rows():
-    half = {"schedule.epochs": 1}
-    rates = [1e-3, 2e-3]
-    for rows in (
-        experts.sizes(),
-        experts.kinds(),
-        experts.few_sizes(experts.TWICE),
-        experts.balances(1),
-        experts.beginnings(half),
-        experts.optimizers(DENSE, rates),
-    ):
-        assert all(isinstance(x, Model) for row in rows.values() for x in row.values())
-    both = experts.optimizers(DENSE, rates).values()
-    assert [list(row) for row in both] == [["0.001", "0.002"]] * 2
