@@ -64,6 +64,18 @@ def test_digits_are_read_as_well_as_the_list_says(name):
     assert model.classify(photo)[0].name == str(labels[0])
 
 
+def test_clothes_are_told_apart():
+    # The first 100 test images of Fashion-MNIST, by Zalando SE, under the MIT licence.
+    with np.load(ROOT / "tests/data/fashion_mnist_100.npz") as stored:
+        images, labels = stored["images"][..., None], stored["labels"]
+    model = models.from_preset("vmoe_fashion")
+    names = data.class_names("fashion_mnist")
+    found = [row[0].name for row in model.classify(list(images), top=1)]
+    right = sum(name == names[label] for name, label in zip(found, labels))
+    # The standard error of 100 images is 0.033.
+    assert right / 100 > figures("vmoe_fashion")["accuracy"] - 0.1
+
+
 @pytest.mark.filterwarnings("ignore:10 of 128 captions")
 def test_emoji_find_their_names_as_well_as_the_list_says():
     model = models.from_preset("limoe_emoji")
@@ -117,6 +129,7 @@ def test_a_folder_is_small_and_has_the_model_of_its_list_and_recipe(name):
 LICENCES = {
     "digits": ("apache-2.0", "CC BY 4.0", "https://doi.org/10.24432/C50P49"),
     "emoji": ("cc-by-sa-4.0", "CC BY-SA 4.0", "https://openmoji.org"),
+    "fashion_mnist": ("apache-2.0", "MIT", "https://arxiv.org/abs/1708.07747"),
     "python_docs": (
         "psf-2.0",
         "Python Software Foundation License Version 2",
