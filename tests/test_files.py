@@ -231,7 +231,7 @@ WRITERS = {
     "_backends/timm_outputs.py": "a temporary folder for another process",
     "data/_files.py": "arrays go into a file of `_files.new_file`",
     "models/_remote.py": "Keras downloads to a folder of its own",
-    "_backends/onnx.py": "a program and its weights leave a folder of `new_partial`",
+    "models/base/_exporting.py": "programs leave a folder of `new_partial`",
     "models/saving/_weights_file.py": "HDF5 goes into a file of `_files.new_file`",
     "training/checkpoints.py": "a checkpoint is moved away before it is deleted",
 }
