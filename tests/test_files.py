@@ -196,7 +196,7 @@ WRITERS = {
     "cli/main.py": "a log is appended to",
     "data/_files.py": "arrays go into a file of `_files.new_file`",
     "models/_remote.py": "Keras downloads to a folder of its own",
-    "_backends/onnx.py": "a program and its weights leave a folder of `new_partial`",
+    "models/base/_exporting.py": "programs leave a folder of `new_partial`",
     "models/saving/_weights_file.py": "HDF5 goes into a file of `_files.new_file`",
     "training/checkpoints.py": "a checkpoint is moved away before it is deleted",
 }

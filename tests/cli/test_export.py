@@ -1,4 +1,4 @@
-"""Programs that `keras-moe export` writes; see also `test_exporting.py`."""
+"""Programs that `keras-moe export` writes; models/test_exporting.py has more."""
 
 import os
 
@@ -38,7 +38,9 @@ def served(path, inputs):
     if path.suffix == ".tflite":
         run = tf.lite.Interpreter(str(path)).get_signature_runner()
         return run(images=inputs)["output_0"]
-    return tf.saved_model.load(path).serve(inputs).numpy()
+    # The loaded program has to live as long as its function.
+    loaded = tf.saved_model.load(path)
+    return loaded.serve(inputs).numpy()
 
 
 WRITTEN = {
@@ -64,8 +66,11 @@ def test_programs_serve_any_batch(preset, done, name, tmp_path):
 
 def test_weights_for_another_library(done, tmp_path):
     folder = tmp_path / "dense"
-    config = {"image_shape": (8, 8, 3), "embedding_norm": True, "activation": "gelu"}
-    vit(moe_layers=None, **config, class_token=True).save_to_preset(folder)
+    backbone = models.ViTBackbone(
+        image_shape=(8, 8, 3), patch_size=4, hidden_dim=8, num_layers=1, num_heads=2,
+        mlp_dim=16, activation="gelu", embedding_norm=True,
+    )  # fmt: skip
+    with_weights(backbone).save_to_preset(folder)
     done("export", folder, tmp_path / "hf", "--format", "transformers")
     assert sorted(os.listdir(tmp_path / "hf")) == [
         *("config.json", "model.safetensors", "preprocessor_config.json")

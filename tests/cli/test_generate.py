@@ -20,13 +20,11 @@ def preset(tmp_path_factory):
 
 def test_texts_go_on_as_they_begin(preset, done):
     prompts = ["A photo  of a Cat", "the cat's hat "]
-    printed = done("generate", preset, *prompts, "--seed", 3, "--max-length", 10)
+    command = ("generate", preset, *prompts, "--seed", 3, "--max-length", 10)
+    printed = done(*command)
     for prompt in prompts:
         assert prompt in printed
-    again = done(
-        "generate", preset, *prompts, "--seed", 3, "--json", "--max-length", 10
-    )
-    rows = json.loads(again)
+    rows = json.loads(done(*command, "--json"))
     assert "\n\n".join(row["text"] for row in rows) + "\n" == printed
     options = ("--sampler", "greedy", "--json", "--strip-prompt")
     (row,) = json.loads(done("generate", preset, prompts[0], *options))

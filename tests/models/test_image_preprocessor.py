@@ -85,6 +85,19 @@ def test_forms_of_images():
         assert preprocessor(nothing).shape == (0, 8, 8, 3)
 
 
+def test_files(tmp_path):
+    preprocessor, path = ImagePreprocessor((8, 8, 3)), tmp_path / "photo.png"
+    Image.fromarray(PHOTO).save(path)
+    assert_same(preprocessor(path), preprocessor(PHOTO))
+    assert_same(preprocessor([str(path), PHOTO]), preprocessor([PHOTO, PHOTO]))
+    path.write_bytes(path.read_bytes()[:200])
+    refuses(rf"can be decoded; received: .*{path.name} \(", preprocessor, path)
+    Image.fromarray(PHOTO).save(path, "TIFF")
+    refuses(rf"{path.name} \(UnidentifiedImageError", preprocessor, path)
+    with pytest.raises(FileNotFoundError):
+        preprocessor(tmp_path / "none.png")
+
+
 def test_floats():
     preprocessor = ImagePreprocessor((8, 8, 3))
     expected = preprocessor(PHOTO)

@@ -147,10 +147,8 @@ def _gpt2_tokenizer(folder, spec):
 def _pair_tokenizer(folder, spec, config):
     text, openclip = spec.arguments["text"], config.get("model_cfg", config)
     # Some of OpenCLIP's have another tokenizer.
-    other = openclip.get("text_cfg", {}).get(
-        "hf_tokenizer_name", _openclip.OWN_TOKENIZER
-    )
-    if other != _openclip.OWN_TOKENIZER:
+    own = _openclip.OWN_TOKENIZER
+    if openclip.get("text_cfg", {}).get("hf_tokenizer_name", own) != own:
         return None
     if not text.get("causal", True):
         # Of SigLIP, the second of which has Gemma's.
