@@ -100,3 +100,4 @@ __all__ = [
     "train",
     "upcycle",
 ]
+__dir__ = __all__.copy
