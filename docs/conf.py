@@ -17,10 +17,19 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 from docstrings import restructured  # noqa: E402
 from notebooks import for_site  # noqa: E402
 
-from keras_moe import __version__  # noqa: E402
+from keras_moe import __version__, models  # noqa: E402
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 REPOSITORY = PROJECT["project"]["urls"]["Repository"]
+# The classes of the zoo by what they are; the others are helpers.
+KINDS = {
+    title: [
+        name
+        for name in models.__all__
+        if inspect.isclass(cls := getattr(models, name)) and issubclass(cls, base)
+    ]
+    for title, base in (("Backbones", models.MoEBackbone), ("Tasks", models.MoETask))
+}
 
 project = "keras_moe"
 author = "The keras_moe authors"
@@ -39,6 +48,12 @@ extensions = [
 exclude_patterns = ["_build", "_templates"]
 # Pages of the repository that the site has, too.
 PAGES = ("CHANGELOG", "CONTRIBUTING", "SECURITY")
+# Pages below another one, which the left column shows.
+SECTIONS = {
+    "routers": ("moe_plus_plus", "mumoe", "paper_to_code"),
+    "training": ("data", "evaluation", "analysis", "devices", "troubleshooting"),
+    "weights": ("image_text", "keras", "coming_from"),
+}
 templates_path = ["_templates"]
 
 # Pages
@@ -52,10 +67,12 @@ copybutton_exclude = ".linenos, .gp, .go"
 
 default_role = "py:obj"
 autosummary_generate = True
+autosummary_context = {"kinds_of_classes": {"keras_moe.models": KINDS}}
 autosummary_ignore_module_all = False
 autosummary_imported_members = True
 autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
+autodoc_typehints = "both"
+autodoc_typehints_description_target = "documented_params"
 autodoc_inherit_docstrings = False
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -77,6 +94,7 @@ nitpick_ignore_regex = [
     # No inventory of another library is fetched.
     (r"py:.*", r"(keras|keras_hub|numpy|np|rich|tf|tensorflow|torch|jax)\..*"),
     (r"py:.*", r"(abc|collections|os|pathlib|typing|argparse|contextlib|types)\..*"),
+    (r"py:class", r"(Model|Rank|Structure|Tensor|matplotlib\..*)"),
     (r"py:class", r"(Any|Callable|Console|Iterable|Iterator|Mapping|Path|Sequence)"),
     # Base classes and records that are no public names.
     (r"py:class", r"keras_moe\.\w+(\.\w+)+"),
@@ -89,12 +107,15 @@ html_title = f"keras_moe {version}"
 html_show_sourcelink = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-# Only pages of the API have others below them; all others get the room.
-html_sidebars = {"*": [], "guides/**": [], "repository/**": []}
+# Pages without others beside them get the room.
+html_sidebars = {
+    name: []
+    for name in ("index", "zoo", "studies", "numerics", "performance", "repository/**")
+}
 html_theme_options = {
     "navbar_align": "left",
     "show_toc_level": 2,
-    "header_links_before_dropdown": 5,
+    "header_links_before_dropdown": 6,
     "secondary_sidebar_items": ["page-toc"],
     # No request to another site.
     "use_edit_page_button": False,
@@ -130,6 +151,9 @@ def with_links_of_the_site(app, docname, source):
         text = re.sub(r"\[([^]]*)\]\(\.\./[^)]*\)", r"`\1`", text)
     else:
         text = re.sub(r"\[([^]]*)\]\(\.\./\w+/[^)]*\)", r"`\1`", text)
+    if docname in SECTIONS:
+        text += "\n\n```{toctree}\n:hidden:\n\n" + "\n".join(SECTIONS[docname])
+        text += "\n```\n"
     source[0] = text
 
 

@@ -6,6 +6,9 @@ _FENCE = re.compile(r"(\s*)```(\w*)\s*$")
 _ROW = re.compile(r"(\s*)\|(.*)\|\s*$")
 # Sphinx reads "num_experts: E." as the item "E." of a list.
 _LETTER = re.compile(r"^(\s*|\s+[\w*, ]+: )([A-Za-z]\.)(?=\s|$)")
+# Stars of arguments that share a description.
+_STARS = re.compile(r"(?<=, )\*\*(?=[\w, *]+: )")
+_REFERENCE = re.compile(r"\s*References?: ")
 _NAMES = re.compile(r"\s+\w+(, \w+)*,$")
 
 
@@ -41,7 +44,17 @@ def restructured(lines: list[str]) -> list[str]:
             if not _NAMES.match(lines[number]):
                 result.append(lines[number])
                 number += 1
+        elif _REFERENCE.match(line):
+            # The lines that follow are indented, which is another block in Sphinx.
+            end = number + 1
+            while end < len(lines) and lines[end].strip():
+                end += 1
+            result.append(
+                " ".join([line, *(x.strip() for x in lines[number + 1 : end])])
+            )
+            number = end
         else:
+            line = _STARS.sub(r"\*\*", line)
             result.append(_LETTER.sub(r"\1\\\2", line))
             number += 1
     return result

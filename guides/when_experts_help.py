@@ -21,8 +21,8 @@
 # This guide makes both comparisons on small data, with several seeds.
 
 # %%
-# Installs keras_moe if it is missing (in Colab, for example), from a checkout next to
-# this notebook or as a package. Set KERAS_BACKEND before you import Keras.
+# Installs keras_moe if it is missing (in Colab, for example), from a clone around or
+# next to this notebook. Set KERAS_BACKEND before you import Keras.
 import os
 import shutil
 import subprocess
@@ -31,8 +31,11 @@ from importlib.util import find_spec
 
 EXTRAS = "jax,digits,plots"
 if getattr(find_spec("keras_moe"), "origin", None) is None:
-    package = "./keras_moe" if os.path.isdir("keras_moe") else "keras-moe"
-    command = [sys.executable, "-m", "pip", "install", "-q", f"{package}[{EXTRAS}]"]
+    clones = [x for x in ("..", "./keras_moe") if os.path.isdir(f"{x}/keras_moe/cli")]
+    if not clones:
+        raise ImportError("Clone the repository of keras_moe next to this notebook")
+    target = f"{clones[0]}[{EXTRAS}]"
+    command = [sys.executable, "-m", "pip", "install", "-q", target]
     subprocess.run(command, check=True)
 backend = "jax"  # uses a TPU or GPU if there is one
 if shutil.which("nvidia-smi") and find_spec("torch"):

@@ -51,9 +51,11 @@ def import_keras() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("jax", "tensorflow", "torch"):
             raise
+        from keras_moe._errors import install
+
         raise ImportError(
-            'Expected an installed backend of Keras: pip install "keras-moe[jax]" and '
-            "set KERAS_BACKEND=jax (or tensorflow, torch) before Keras is imported; "
+            f"Expected an installed backend of Keras: {install('jax')}, and set "
+            "KERAS_BACKEND=jax (or tensorflow, torch) before Keras is imported; "
             f"received: no module {error.name!r}"
         ) from error
 

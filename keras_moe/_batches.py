@@ -1,11 +1,18 @@
-"""Data that are arrays, or an iterable of batches."""
+"""Data that are arrays, or an iterable of batches; examples drawn from them."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_moe._checks import unfit
+
+
+def progress_bar(total: int | None, verbose: str | int, unit: str) -> Any:
+    """A bar as in `fit`: 0 for none, 1 or "auto" for a bar, 2 for a line at the end."""
+    verbose = 1 if verbose == "auto" else int(verbose)
+    return keras.utils.Progbar(total, verbose=verbose, unit_name=unit)
 
 
 def is_arrays(data: Any) -> bool:
@@ -64,3 +71,15 @@ def read_iterable(
     if length == -1 and not may_be_endless:
         raise unfit(f"{name} to end", "a data set that repeats for ever")
     return iter(data), length if length >= 0 else None
+
+
+def stratified(labels: np.ndarray, number: int, seed: int) -> np.ndarray:
+    """Draws sorted indices: one of each label, if they are enough, then equal parts."""
+    order = np.random.default_rng(seed).permutation(len(labels))
+    _, own, counts = np.unique(labels[order], return_inverse=True, return_counts=True)
+    # The rank of each example among those of its label, as a fraction of these.
+    ranks = np.empty(len(order))
+    starts = np.cumsum(counts) - counts
+    ranks[np.argsort(own, kind="stable")] = np.arange(len(order))
+    ranks = (ranks - starts[own]) / counts[own]
+    return np.sort(order[np.argsort(ranks, kind="stable")[:number]])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import keras
 import numpy as np
 
-from keras_moe._errors import unfit
+from keras_moe._errors import install, unfit
 
 if TYPE_CHECKING:
     from keras_moe._types import Config, Size, Tensor
@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 # The largest seed that NumPy and `keras.utils.set_random_seed` accept.
 LARGEST_SEED = 2**32 - 1
+# The number of names that an error lists where none is near.
+_FEW = 12
 
 
 def _expect(fits: object, what: str, name: str, value: object) -> None:
@@ -276,12 +278,13 @@ def check_affinity(
         )
 
 
-def import_extra(module: str, message: str) -> ModuleType:
-    """Imports a module of an optional package, or fails with `message`."""
+def import_extra(module: str, message: str, extra: str | None = None) -> ModuleType:
+    """Imports a module of an optional package, or says how to install its extra."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(message) from error
+        hint = f": {install(extra)}" if extra else ""
+        raise ImportError(f"{message}{hint}") from error
 
 
 def outer_stack_level() -> int:
@@ -337,6 +340,8 @@ def check_argument_names(
 
 
 def nearest(name: str, names) -> str:
-    """Returns a clause with the names nearest to `name`, or with all names."""
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    """Returns a clause with the nearest names, or with all if they are few."""
+    close = difflib.get_close_matches(name, names, n=5, cutoff=0.5)
+    if not close and len(names) > _FEW:
+        close = difflib.get_close_matches(name, names, n=5, cutoff=0.0)
     return f"nearest: {', '.join(close)}" if close else f"known: {', '.join(names)}"

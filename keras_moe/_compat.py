@@ -15,7 +15,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -56,7 +56,7 @@ from keras.src.saving.saving_lib import H5IOStore, safe_get_h5_dataset
 from keras.src.utils.io_utils import ask_to_proceed_with_overwrite
 
 from keras_moe._checks import unfit
-from keras_moe._types import Activation, Config, DType
+from keras_moe._types import Config, DType
 
 # Layers.
 
@@ -407,70 +407,6 @@ def stored_dataset(store: object, key: str) -> Any:
     # Rejects links and values in other files.
     dataset = safe_get_h5_dataset(group, key)
     return None if "dtype" in dataset.attrs else dataset
-
-
-# Language models of KerasHub.
-
-
-class ExpertBlock(NamedTuple):
-    """The parts of a KerasHub MoE block; `hidden` is None if `gate` holds both."""
-
-    top_k: int
-    normalizes: bool
-    balance: float
-    activation: Activation
-    router: keras.Variable
-    gate: keras.layers.Layer
-    hidden: keras.layers.Layer | None
-    output: keras.layers.Layer
-    shared: tuple
-
-
-def expert_block(decoder: keras.layers.Layer) -> tuple[str | None, ExpertBlock | None]:
-    """The attribute of a decoder layer's MoE block and its parts, or (None, None)."""
-    for name in ("_sparse_moe_block", "mlp"):
-        block: Any = getattr(decoder, name, None)
-        if type(block).__name__ in EXPERT_BLOCKS:
-            break
-    else:
-        return None, None
-    bank, prefix = block.expert_bank, "_expert_feedforward_"
-    is_mixtral = hasattr(bank, f"{prefix}intermediate_dense")
-    balance = "router_aux_loss_coef" + "ficient" * (not is_mixtral)
-    shared = (getattr(block, f"shared_expert{x}_dense", None) for x in ("", "_gate"))
-    return name, ExpertBlock(
-        block.top_k,
-        is_mixtral or block.norm_top_k_prob,
-        getattr(block, balance),
-        bank.activation,
-        block._sparse_feedforward_gate_dense.kernel,
-        getattr(bank, f"{prefix}gate_dense"),
-        getattr(bank, f"{prefix}intermediate_dense", None),
-        getattr(bank, f"{prefix}output_dense"),
-        tuple(layer for layer in shared if layer is not None),
-    )
-
-
-EXPERT_BLOCKS = ("MixtralSparseMoeBlock", "QwenSparseMoeBlock", "Qwen3SparseMoeBlock")
-
-
-def replace_layer(
-    owner: keras.layers.Layer, name: str, layer: keras.layers.Layer
-) -> None:
-    """Replaces a layer in a built one, which forgets the old layer's weights."""
-    owner._tracker.untrack(getattr(owner, name))
-    with unlocked(owner):
-        setattr(owner, name, layer)
-
-
-def forget_programs(model: Any) -> None:
-    """Makes a model with other layers compile its functions again."""
-    # PyTorch's parameters are those of the layers at the time they were listed.
-    for layer in flatten_layers(model):
-        if "_torch_params" in getattr(layer, "_modules", ()):
-            layer._track_variables()
-    for name in ("train", "test", "predict", "generate"):
-        setattr(model, f"{name}_function", None)
 
 
 # PyTorch's modules.

@@ -1,4 +1,9 @@
-"""The error of what does not fit, for programs that must not wait for Keras."""
+"""Texts of errors, for programs that must not wait for Keras."""
+
+
+def install(extra: str) -> str:
+    """How to install what an extra needs; no package index has keras_moe yet."""
+    return f'pip install ".[{extra}]" in a clone of keras_moe'
 
 
 def unfit(expected: str, /, *texts: object, **received: object) -> ValueError:

@@ -28,6 +28,8 @@ import filelock
 
 from keras_moe._checks import check_path, unfit
 
+# Pillow's formats of images; its others are none of ours, whatever a name ends in.
+IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 _PARTIAL = ".partial"
 # Seconds to wait for another process that writes the same folder.
 _PATIENCE = 600

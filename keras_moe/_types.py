@@ -16,6 +16,8 @@ Structure: TypeAlias = "Tensor | Sequence[Structure] | Mapping[str, Structure]"
 Initializer: TypeAlias = str | dict[str, Any] | Callable[..., "Tensor"]
 Activation: TypeAlias = str | dict[str, Any] | Callable[["Tensor"], "Tensor"]
 DType: TypeAlias = str | dict[str, Any] | keras.DTypePolicy
+# A function of (done, total, name) that shows how far something is.
+OnProgress: TypeAlias = Callable[[int, int, str], object]
 # What serialisation takes and gives.
 Config: TypeAlias = dict[str, Any]
 

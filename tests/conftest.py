@@ -99,11 +99,7 @@ def same_start():
 
 @pytest.fixture(autouse=True, scope="session")
 def optimizers_before_training():
-    """On TensorFlow, makes an optimizer's variables before training is traced.
-
-    Where tracing makes them, it takes twice as long. Only the suite does it: the
-    test of `keras-moe train` trains as users do.
-    """
+    """On TensorFlow, makes optimizers' variables before tracing, in half the time."""
     if keras.backend.backend() != "tensorflow":
         yield None
         return
@@ -121,11 +117,7 @@ def optimizers_before_training():
 
 @pytest.fixture(scope="module")
 def op_by_op():
-    """On TensorFlow, traces nothing: for files about what weights and configs become.
-
-    Tracing a small model takes ten times as long as running it. That models work when
-    they are traced is for `test_vit.py` and others to show.
-    """
+    """On TensorFlow, traces nothing: for files about weights and configs."""
     with _functions_run_eagerly(True):
         yield
 
@@ -152,10 +144,7 @@ def _functions_run_eagerly(eagerly):
 
 @pytest.fixture(autouse=True, scope="module")
 def own_names():
-    """Forgets the families, presets and routers that a file's tests have registered.
-
-    Other files list what is known, and find the same in whatever order they run.
-    """
+    """Forgets the families, presets and routers that a file's tests have registered."""
     from keras_moe.models import registry
     from keras_moe.routers import ROUTERS
 
@@ -174,11 +163,7 @@ def outside(own_names):
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
-    """Frees JAX's compiled programs, and all garbage, after each file.
-
-    Each program holds mapped memory, of which a process may have so many pieces only:
-    past some thousand programs the compiler aborts.
-    """
+    """Frees JAX's compiled programs after each file: of too many, XLA aborts."""
     yield
     if os.environ.get("KERAS_BACKEND") == "jax":
         import jax

@@ -11,7 +11,6 @@ import http.server
 import json
 import re
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,9 +19,9 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_member"
 # Nothing listens there.
 NOWHERE = "http://127.0.0.1:9"
-# Files in a repository that change the answers: `XET` sends the client to a storage of
-# Xet's that cannot be reached, and the last is a suffix of a file that ends too early.
-GATED, DOWN, XET, BROKEN = ".gated", ".down", ".xet", ".broken"
+# Files in a repository that change the answers; the last is a suffix of a file that
+# ends too early.
+GATED, DOWN, BROKEN = ".gated", ".down", ".broken"
 _RESOLVE = re.compile(r"/(?P<repository>.+)/resolve/main/(?P<name>.+)")
 _LARGE = (".h5", ".safetensors")
 
@@ -38,10 +37,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = self.path.partition("?")[0]
-        if path == "/xet":
-            expiry = str(int(time.time()) + 3600)
-            storage = {"X-Xet-Cas-Url": NOWHERE, "X-Xet-Token-Expiration": expiry}
-            return self._send(200, b"", {**storage, "X-Xet-Access-Token": "token"})
         if path.startswith("/cdn/"):
             return self._send_file(self.server.folder / path.removeprefix("/cdn/"))
         found = _RESOLVE.fullmatch(path)
@@ -75,9 +70,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             # Large files are on another host.
             host = f"localhost:{self.server.server_port}"
             headers["Location"] = f"http://{host}/cdn/{name}"
-            if (path.parent / XET).exists():
-                headers["X-Xet-Hash"] = etag
-                headers["X-Xet-Refresh-Route"] = f"http://{host}/xet"
             return self._send(302, b"", headers)
         start = re.fullmatch(r"bytes=(\d+)-", self.headers.get("range", ""))
         first = int(start[1]) if start else 0
@@ -195,7 +187,6 @@ def environment(home: Path, port: int, **others: str) -> dict[str, str]:
         "HF_ENDPOINT": f"http://127.0.0.1:{port}",
         "HF_HOME": str(home / "hf"),
         "HF_HUB_DISABLE_XET": "1",
-        "HF_XET_CLIENT_RETRY_MAX_ATTEMPTS": "1",
         "KERAS_HOME": str(home / "keras"),
         "KAGGLEHUB_CACHE": str(home / "kaggle"),
         # What has no variable of its own goes to a port where nothing listens.

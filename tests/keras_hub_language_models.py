@@ -13,7 +13,6 @@ SIZES = {
 }
 GROUPED = {"num_query_heads": 2, "num_key_value_heads": 1}
 HEADS = {"num_heads": 2, "max_sequence_length": 12}
-EXPERTS = {"num_experts": 4, "top_k": 2, "moe_intermediate_dim": 6}
 MODELS = {
     "GPT2": {**HEADS, "dropout": 0.0},
     "Llama": GROUPED,
@@ -22,13 +21,6 @@ MODELS = {
     "Qwen3": {**GROUPED, "head_dim": 4},
     "Gemma": {**GROUPED, "head_dim": 4},
     "Mixtral": {**GROUPED, "num_experts": 4, "top_k": 2},
-    "QwenMoe": {
-        **GROUPED,
-        **EXPERTS,
-        "shared_expert_intermediate_dim": 10,
-        "norm_top_k_prob": False,
-    },
-    "Qwen3Moe": {**GROUPED, **EXPERTS, "head_dim": 4, "norm_top_k_prob": True},
 }
 IDS = np.random.default_rng(5).integers(1, 20, (3, 8)).astype("int32")
 TEXTS = {"token_ids": IDS, "padding_mask": np.ones_like(IDS)}

@@ -65,7 +65,6 @@ def write_repositories(folder):
     gpt2.add_tokenizer(gpt2.folder_of(dense, path))
     hub = folder / "keras"
     language_model("Llama").save_to_preset(hub / "llama2_7b_en")
-    language_model("Mixtral").save_to_preset(hub / "mixtral_8_7b_en")
     vit = keras_hub.models.ViTBackbone((224, 224, 3), 32, hidden_dim=8, **SIZES)
     vit.save_to_preset(hub / "vit_base_patch16_224_imagenet")
     shutil.copytree(ROOT / "presets/vmoe_digits", folder / "USER/my_vmoe")

@@ -140,30 +140,17 @@ def test_a_notebook_whose_code_changed_is_older_than_its_source(tmp_path, monkey
     assert guides.is_stale("one")
 
     def run(notebook):
-        # A kernel writes down what it is.
-        notebook.metadata.language_info = {"name": "python", "version": "3.0"}
-        stdout = (("stdout", "\x1b[1m1"), ("stdout", "\x1b[0m\n"))
-        outputs = [("stderr", "a warning"), *stdout]
         guides.code_cells(notebook)[0].outputs = [
             nbformat.v4.new_output("stream", name=name, text=text)
-            for name, text in outputs
+            for name, text in (("stderr", "a warning"), ("stdout", "\x1b[1m1\x1b[0m\n"))
         ]
 
     monkeypatch.setattr(guides, "run", run)
     assert guides.main(["one"]) == 0
     assert not guides.is_stale("one")
-    assert "version" not in (tmp_path / "one.ipynb").read_text()
     cell = guides.code_cells(nbformat.read(tmp_path / "one.ipynb", 4))[0]
     assert [x.text for x in cell.outputs] == ["1\n"]
-    assert cell.execution_count == 1
-    # Outputs outlive a change of the prose and of comments, and of nothing else.
     monkeypatch.setattr(guides, "run", None)
-    code = code.replace("print", "# One.\nprint")
-    source.write_text(prose.replace("title", "heading") + code)
-    assert guides.main(["one"]) == 0
-    notebook = nbformat.read(tmp_path / "one.ipynb", 4)
-    assert notebook.cells[0].source == "# A heading"
-    assert guides.code_cells(notebook)[0].outputs
     source.write_text(prose + code.replace("1", "2"))
     assert guides.main(["one", "--check"]) == 1
 
@@ -171,11 +158,9 @@ def test_a_notebook_whose_code_changed_is_older_than_its_source(tmp_path, monkey
 @pytest.mark.parametrize(("source", "outputs", "complaint"), [
     ("x", [], "no output"),
     ("def f():\n    print(1)", [], None),
-    ("x = 1\nmodel.fit(x)", [], None),
     ("x = 1", [("stderr", "a warning")], "an error"),
     ("print(p)", [("stdout", "saved /tmp/tmpa1/x.png")], "a path"),
     ("print(p)", [("stdout", "<A object at 0x7f00>")], "an address"),
-    ("print(p)", [("stdout", "see https://a.org/home/x, 3/4 or ./tmp/x")], None),
     ("print(p)", [("stdout", "a" * guides.LARGEST)], "KB"),
 ])  # fmt: skip
 def test_outputs_that_must_not_be_committed(source, outputs, complaint):

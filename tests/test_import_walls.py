@@ -49,9 +49,8 @@ ONLY_IN = {
     "tools": (),
     "guides": (),
 }
-# The only file that may import what Keras and KerasHub do not publish.
 # The rooms of models, each of which may import those before it.
-ROOMS = (
+ROOMS = [
     "saving",
     "preprocessing",
     "conversion",
@@ -59,20 +58,16 @@ ROOMS = (
     "base",
     "backbones",
     "tasks",
-)
+]
 # What families share; a family's file imports no other family's.
 SHARED = ("base", "config", "tower", "_pairs")
+# The only file that may import what Keras and KerasHub do not publish.
 PRIVATE = {"keras": "_compat.py", "keras_hub": "_compat.py"}
 CORE_LIBRARIES = {"keras", "numpy", PACKAGE, *sys.stdlib_module_names}
 
 
 def imported_modules(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
-    """Yields the line and the absolute name of everything a module imports.
-
-    `from a import b` yields `a.b`, which need be no module. Imports inside functions
-    count, and so do `importlib.import_module("a")`, `__import__("a")` and
-    `import_extra("a", ...)`.
-    """
+    """Yields the line and name (`a.b` for `from a import b`) of every import."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -154,11 +149,7 @@ def why_forbidden(
 
 
 def find_circles(package: Path) -> list[frozenset[str]]:
-    """Returns the sets of files below a package that import each other in a circle.
-
-    Imports inside functions count. `from package import name` is an import of the
-    module `name`, and of the package's `__init__` where `name` is no module.
-    """
+    """Returns the sets of files below a package that import each other in a circle."""
     files = {}
     for path in sorted(package.rglob("*.py")):
         place = path.relative_to(package)
@@ -206,17 +197,14 @@ def test_imports_point_one_way_and_in_no_circle():
 
 @pytest.mark.parametrize(("place", "source", "expected"), [
     ("ops/a.py", "from ..layers import MoE", "ops must not import layers"),
-    ("ops/a.py", "from .. import layers", "ops must not import layers"),
     ("ops/deep/a.py", "from ...routers import b", "ops must not import routers"),
     ("layers/a.py", "import keras_moe.models", "layers must not import models"),
     ("layers/a.py", "def f():\n    import torch", "torch may be imported by"),
-    ("_processes.py", "import jax.numpy as jnp", "jax may be imported by"),
     ("ops/a.py", "__import__('torch')", "torch may be imported by"),
     ("ops/a.py", "importlib.import_module('jax')", "jax may be imported by"),
     ("models/a.py", "import keras_hub.src.a", "keras_hub.src may be imported by"),
     ("layers/a.py", "from keras import src", "keras.src may be imported by _comp"),
     ("losses/a.py", "import scipy", "imports scipy; only keras and numpy"),
-    ("__init__.py", "import scipy", "imports scipy; only keras and numpy"),
     ("training/a.py", "import guides", "guides may be imported by nothing"),
     ("models/base/a.py", "from .. import tasks", "models/base must not import mod"),
     (
@@ -229,12 +217,6 @@ def test_imports_point_one_way_and_in_no_circle():
         "from keras_moe.models.backbones.limoe import LIMoEBackbone",
         "a family must not import the family limoe",
     ),
-    (
-        "models/backbones/vit.py",
-        "from . import mixer",
-        "a family must not import the family mixer",
-    ),
-    ("distribution/a.py", "import jax", "jax may be imported by"),
     ("unknown/a.py", "import keras", "the folder unknown has no entry"),
     ("training/a.py", "from ..cli import main", "nothing may import cli"),
 ])  # fmt: skip
@@ -245,10 +227,7 @@ def test_the_checker_sees_a_planted_violation(tmp_path, place, source, expected)
 
 
 def find_unmarked(package: Path) -> list[str]:
-    """Returns modules without an underscore from which no folder above exports a name.
-
-    A command's file exports `add_arguments` and `run`; `main` is the program itself.
-    """
+    """Returns modules without an underscore whose names no folder above exports."""
     trees = {
         path.relative_to(package): ast.parse(path.read_text(encoding="utf-8"))
         for path in sorted(package.rglob("*.py"))
@@ -265,6 +244,7 @@ def find_unmarked(package: Path) -> list[str]:
         for place, tree in trees.items()
         if place.name == "__init__.py"
     }
+    # A command's file has `add_arguments` and `run`; `main` is the program itself.
     exported[Path("cli")] = {"add_arguments", "main"}
     return [
         place.as_posix()

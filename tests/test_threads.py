@@ -138,7 +138,7 @@ def usage(model, inputs, **options):
 
 def ablated(model, layer, experts, removal=None):
     result = analysis.ablate_experts(
-        model, IMAGES, LABELS, layer, experts, removal, verbose=0
+        model, IMAGES, LABELS, layer, experts, removal=removal, verbose=0
     )
     return result.to_dict()
 
@@ -164,25 +164,19 @@ def few_shot(model):
     return result.accuracies
 
 
-# Every function of `analysis`, `report` and `evaluation` that takes a model.
+# Functions of `analysis`, `report` and `evaluation`, one of each way to look.
 LOOKS = {
     classifier: {
-        "usage": lambda model: usage(model.backbone, IMAGES).to_dict(),
         "contributions": lambda model: usage(
             model.backbone, IMAGES, contributions=True
         ).to_dict(),
-        "zeroed": lambda model: ablated(model, "all", [0, 2]),
         "not chosen": lambda model: ablated(model, "block_1", [1], "choice"),
         "head": lambda model: ablated(model, "head", [0, 3]),
         "attention": lambda model: analysis.attention_rollout(model, IMAGES),
         "logits": lambda model: outputs(
             analysis.edit_expert_logits(model, IMAGES, output=1)
         ),
-        "excluded": lambda model: outputs(analysis.exclude_experts(model, [1])),
         "steered": lambda model: outputs(analysis.steer_expert(model, "block_1", 2)),
-        "masked": lambda model: outputs(
-            analysis.prune_experts(model, {"block_1": [0, 1, 2]}, removed=False)
-        ),
         "pruned": lambda model: outputs(
             analysis.prune_experts(model, {"block_1": [0, 1, 2]})
         ),
@@ -200,18 +194,10 @@ LOOKS = {
         "zero shot": lambda model: (
             evaluation.zero_shot_from_model(model, PIXELS, np.arange(4), TEXTS).ranks
         ),
-        "pairs": lambda model: (
-            evaluation.encode_pairs(model, (pair_inputs(model), None)).images
-        ),
     },
     language_model: {
         "continuations": lambda model: evaluation.continuation_log_likelihoods(
             model, [("a cat", " sat")]
-        ),
-        "choice": lambda model: (
-            evaluation.multiple_choice(
-                model, [("a cat", [" sat", " hat"])], [0]
-            ).accuracy
         ),
     },
 }

@@ -26,6 +26,7 @@ from keras_moe._compat import (
     take_layout,
     variables_without_values,
 )
+from keras_moe._errors import install
 
 ENVIRONMENT = {
     # What libtpu asks a TPU's host for. Without a TPU it needs no lock.
@@ -105,8 +106,7 @@ def _check_installed(package):
         metadata.version(package)
     except metadata.PackageNotFoundError as error:
         raise ImportError(
-            f"Expected {package}, which compiles: pip install "
-            f"'keras-moe[{EXTRAS[package]}]'"
+            f"Expected {package}, which compiles: {install(EXTRAS[package])}"
         ) from error
 
 

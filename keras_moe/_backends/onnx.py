@@ -4,16 +4,11 @@ PyTorch's exporter translates one operation after another. `TRANSLATIONS` adds t
 that routing needs and it lacks.
 """
 
-import os
-import shutil
-from pathlib import Path
 from typing import Any
 
 import torch
 from keras import tree
 from onnxscript import opset18
-
-from keras_moe._files import new_partial
 
 _INT32, _INT64 = 6, 7  # onnx.TensorProto
 # Its types are those of constants, not of what a program computes.
@@ -29,15 +24,19 @@ def export_onnx(
     # Keras flattens a dict by name, and PyTorch as it stands.
     signature = [_sorted(inputs) for inputs in signature]
     names = [x.name for x in tree.flatten(model.input)]
-    batch = torch.export.Dim("batch")
 
     def example(spec):
         size, *rest = spec.shape
         shape = (size or _EXAMPLE_BATCH, *rest)
         return torch.zeros(shape, dtype=getattr(torch, spec.dtype or "float32"))
 
-    def dynamic(spec):
-        return {0: batch} if spec.shape[0] is None else {}
+    any_size = [id(x) for x in tree.flatten(signature) if x.shape[0] is None]
+
+    def dynamic(batch, specs):
+        return tuple(
+            tree.map_structure(lambda x: {0: batch} if id(x) in specs else {}, inputs)
+            for inputs in signature
+        )
 
     training = model.training
     model.eval()
@@ -46,9 +45,7 @@ def export_onnx(
             program = torch.export.export(
                 model,
                 tuple(tree.map_structure(example, x) for x in signature),
-                dynamic_shapes=(
-                    tuple(tree.map_structure(dynamic, x) for x in signature),
-                ),
+                dynamic_shapes=(dynamic(torch.export.Dim("batch"), any_size),),
                 strict=False,
             )
             onnx: Any = torch.onnx.export(
@@ -57,21 +54,15 @@ def export_onnx(
                 custom_translation_table=TRANSLATIONS,
                 input_names=names,
                 output_names=_output_names(model),
+                # The name of the axis, which all inputs share.
+                dynamic_shapes=dynamic("batch", any_size[:1]),
                 opset_version=opset_version,
                 verbose=False,
             )
     finally:
         model.train(training)
-    target = Path(filepath)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = new_partial(target)
-    try:
-        # Weights over 2 GB are a file next to the program.
-        onnx.save(folder / target.name)
-        for path in sorted(folder.iterdir(), reverse=True):
-            os.replace(path, target.parent / path.name)
-    finally:
-        shutil.rmtree(folder)
+    # Weights over 2 GB are a file next to the program.
+    onnx.save(filepath)
 
 
 def _sorted(inputs):
@@ -80,7 +71,8 @@ def _sorted(inputs):
 
 def _output_names(model):
     # Keras's functional models return a dict sorted by name.
-    return sorted(model.output) if isinstance(model.output, dict) else None
+    is_dict = isinstance(model.output, dict)
+    return sorted(model.output) if is_dict else [model.output_name]
 
 
 def _searchsorted(

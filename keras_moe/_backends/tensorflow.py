@@ -66,6 +66,16 @@ def peeked(iterator: Any, number: int) -> tuple[Any, Any]:
     return elements[0], iter(again)
 
 
+def argmax(x: Any) -> Any:
+    """See `keras_moe.ops._primitives.argmax`.
+
+    Keras's first looks for negative zeros by `BitwiseAnd`, which LiteRT does not have.
+    """
+    import tensorflow as tf
+
+    return tf.argmax(x, axis=-1, output_type="int32")[..., None]
+
+
 def replica_sum(x: Any) -> Any:
     """See `keras_moe.ops._primitives.replica_sum`; for `tf.distribute`."""
     import tensorflow as tf

@@ -1,6 +1,9 @@
 """PyTorch: modules' hooks, indexing that can be transformed, its own generators."""
 
+from typing import Any
+
 import torch
+from keras import tree
 from torch.nn.modules import module as modules  # noqa: F401
 
 # Indexing where Keras's forms are in the way of a transformation: `torch.export` fixes
@@ -55,3 +58,9 @@ def replica_sum(x):
     total = x.clone()
     torch.distributed.all_reduce(total)
     return total
+
+
+def any_batch(inputs: Any) -> Any:
+    """The `dynamic_shapes` of a program for any number of a model's inputs."""
+    batch = torch.export.Dim("batch")
+    return tree.map_structure(lambda _: {0: batch}, inputs)

@@ -1,13 +1,12 @@
 """Statistics, views and interventions of experts, and plots of them (`plots`)."""
 
-from keras_moe.analysis.ablation import ExpertAblation, ablate_experts, print_ablation
+from keras_moe.analysis.ablation import ExpertAblation, ablate_experts
 from keras_moe.analysis.attention import attention_rollout
 from keras_moe.analysis.interventions import (
     CoverageCurve,
     coverage_curves,
     edit_expert_logits,
     exclude_experts,
-    print_coverage,
     prune_experts,
     select_experts,
     steer_expert,
@@ -58,8 +57,6 @@ __all__ = [
     "experts_per_token",
     "load_by_type",
     "merged_usage",
-    "print_ablation",
-    "print_coverage",
     "print_load_by_type",
     "print_statistics",
     "prune_experts",

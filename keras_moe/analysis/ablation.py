@@ -7,8 +7,8 @@ import keras
 import numpy as np
 from keras import ops
 from numpy.typing import ArrayLike
-from rich.console import Console
 
+from keras_moe._batches import progress_bar
 from keras_moe._checks import check_class_labels, check_one_of, unfit
 from keras_moe._compat import flatten_layers, serving
 from keras_moe._types import KerasModel, Tensor
@@ -20,7 +20,6 @@ from keras_moe.analysis._hooks import (
     zeroed,
 )
 from keras_moe.analysis.interventions import Experts, moe_block, mumoe_head, numbers_of
-from keras_moe.analysis.routing import print_table
 
 # All MoE blocks together.
 ALL = "all"
@@ -80,6 +79,7 @@ def ablate_experts(
     labels: ArrayLike,
     layer: str = "head",
     experts: Sequence[Experts] | np.ndarray | None = None,
+    *,
     removal: str | None = None,
     batch_size: int = 32,
     verbose: str | int = "auto",
@@ -102,7 +102,7 @@ def ablate_experts(
         removal: `"output"` (experts with weights) or `"choice"` (token choice). None is
             `"output"` if experts with weights are given by number, else `"choice"`.
         batch_size: images per batch.
-        verbose: whether to show a progress bar.
+        verbose: see `keras_moe.evaluation.extract_features`.
 
     Reference: *Multilinear Mixture of Experts*, section 4.1.2; *MoE++*, Table C.
 
@@ -166,47 +166,6 @@ def _removals(experts, removal, part):
         names.append(numbers[0] if is_number else " + ".join(map(str, parts)))
         removals.append((how, numbers))
     return np.array(names), removals
-
-
-def print_ablation(
-    ablation: ExpertAblation,
-    class_names: list[str] | None = None,
-    top: int = 10,
-    console: Console | None = None,
-) -> None:
-    """Prints the experts that matter most and the classes that need them.
-
-    Args:
-        ablation: result of `ablate_experts`.
-        class_names: names of the classes; None for numbers.
-        top: number of experts to print.
-        console: rich console; None for the terminal.
-
-    Example:
-
-    >>> from rich.console import Console
-    >>> from keras_moe.analysis import ExpertAblation, print_ablation
-    >>> ones = np.ones(2), np.ones(2), np.ones((1, 2))
-    >>> print_ablation(ExpertAblation(np.arange(1), *ones), console=Console(quiet=True))
-    """
-    changes, scores = ablation.changes, ablation.polysemanticity
-    names = class_names or [str(c) for c in range(changes.shape[1])]
-    mean = ablation.mean_polysemanticity
-    mean = "-" if mean is None else f"{mean:.2f}"
-    rows = []
-    for row in np.argsort(-changes.max(axis=1), kind="stable")[:top]:
-        if not changes[row].any():
-            continue
-        worst = np.argsort(-changes[row], kind="stable")[:4]
-        losses = [f"{names[c]} {changes[row, c]:.0%}" for c in worst if changes[row, c]]
-        rows.append([ablation.experts[row], f"{scores[row]:.2f}", ", ".join(losses)])
-    print_table(
-        f"Accuracy lost without an expert; mean polysemanticity {mean}",
-        ("expert", "polysemanticity", "classes that lose most"),
-        rows,
-        console,
-        texts=(2,),
-    )
 
 
 class MuMoEPart:
@@ -330,7 +289,7 @@ def _by_pairs(model, part, removals, images, labels, batch_size, verbose):
     if part.is_head:
         # With softmax every expert takes part in every image.
         step, rows_together = max(_PAIRS // len(experts), 1), _ROWS
-    bar = keras.utils.Progbar(len(labels), verbose=bool(verbose), unit_name="image")
+    bar = progress_bar(len(labels), verbose, "image")
     for first in range(0, len(labels), step):
         of_step = labels[first : first + step]
         predicted = serving(before).predict(
@@ -376,7 +335,7 @@ def _by_passes(model, part, removals, images, labels, batch_size, verbose):
         return {id(x): zeroed(x, ops.take(kept, columns)) for x, columns in experts}
 
     threshold = _threshold(model)
-    bar = keras.utils.Progbar(len(removals), verbose=bool(verbose), unit_name="expert")
+    bar = progress_bar(len(removals), verbose, "expert")
     before, lost, without = right(model), [], Hooked(model, hooks_of)
     for number, (removal, experts) in enumerate(removals):
         if removal == "output":

@@ -11,12 +11,10 @@ import keras
 import numpy as np
 from keras import ops
 from numpy.typing import ArrayLike
-from rich.console import Console
 
 from keras_moe._checks import check_integer, check_number, check_one_of, unfit
 from keras_moe._compat import serving
 from keras_moe._types import KerasModel
-from keras_moe.analysis.routing import print_table
 from keras_moe.analysis.usage import ExpertUsage
 from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
 
@@ -127,6 +125,7 @@ def coverage_curves(
 def select_experts(
     usage: ExpertUsage,
     count: int | dict[str, int] | None = None,
+    *,
     coverage: float | None = None,
     criterion: str = "tokens",
     groups: Groups | None = None,
@@ -172,34 +171,6 @@ def select_experts(
 def _check_share(coverage):
     if not 0 < coverage <= 1:
         raise ValueError(f"Expected 0 < coverage <= 1; received: coverage={coverage!r}")
-
-
-def print_coverage(
-    curves: dict[str, CoverageCurve],
-    shares: Sequence[float] = (0.5, 0.8, 0.9, 0.95, 0.99, 1.0),
-    console: Console | None = None,
-) -> None:
-    """Prints how many experts of each block cover each share.
-
-    Args:
-        curves: result of `coverage_curves`.
-        shares: shares in (0, 1].
-        console: rich console; None for the terminal.
-
-    Example:
-
-    >>> from keras_moe.analysis import print_coverage
-    >>> from rich.console import Console
-    >>> print_coverage({}, console=Console(quiet=True))
-    """
-    for share in shares:
-        _check_share(share)
-    rows = [
-        [name, *map(curve.needed, shares), len(curve.experts)]
-        for name, curve in curves.items()
-    ]
-    head = ("block", *(f"{share:.0%}" for share in shares), "of")
-    print_table("Experts that cover a share", head, rows, console)
 
 
 def prune_experts(

@@ -340,7 +340,7 @@ def load_by_type(
     Args:
         routing: dict from block name to `Routing` of arrays (B, N, E).
         expert_types: number of experts of each type, `backbone.expert_types`.
-        num_selected_experts: K.
+        num_selected_experts: number K of experts of a token.
         mask: boolean (B, N), False for tokens to ignore.
 
     Reference: *MoE++*, Figure 4.

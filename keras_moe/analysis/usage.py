@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from numpy.typing import ArrayLike
 
-from keras_moe._batches import read_batches
+from keras_moe._batches import progress_bar, read_batches
 from keras_moe._checks import check_bool, check_integer, check_mask, unfit
 from keras_moe._compat import serving
 from keras_moe._files import read_text, write_json
@@ -166,6 +166,7 @@ def expert_usage(
     inputs: object,
     groups: ArrayLike | str | None = None,
     group_names: list[str] | None = None,
+    *,
     mask: str | dict[str, str] | None = None,
     contributions: bool = False,
     batch_size: int = 32,
@@ -189,7 +190,7 @@ def expert_usage(
             None counts all routed tokens.
         contributions: whether to measure output norms for `"reap"`; runs experts twice.
         batch_size: examples per batch of arrays.
-        verbose: whether to show a progress bar.
+        verbose: see `keras_moe.evaluation.extract_features`.
         modality: `"text"` or `"image"` to count only that tower's tokens; `groups` and
             `mask` then refer to these.
 
@@ -207,7 +208,7 @@ def expert_usage(
     """
     probe = UsageProbe(model, contributions, modality=modality)
     names = _group_names(groups, group_names)
-    bar = keras.utils.Progbar(None, verbose=bool(verbose), unit_name="batch")
+    bar = progress_bar(None, verbose, "batch")
     total = None
     for number, (batch, owners) in enumerate(_batches(inputs, groups, batch_size)):
         usage = probe.count(batch, owners, names, mask)
@@ -215,6 +216,7 @@ def expert_usage(
         bar.update(number + 1)
     if total is None:
         raise ValueError("Expected at least one batch of inputs; received: none")
+    bar.update(number + 1, finalize=True)
     return total
 
 

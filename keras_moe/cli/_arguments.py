@@ -184,7 +184,7 @@ def add_count(
 
 
 def add_batch_size(parser: Options) -> None:
-    add_count(parser, "--batch-size", "The number of examples in a batch.", 64)
+    add_count(parser, "--batch-size", "The number of examples in a batch.", 32)
 
 
 def add_shots(parser: Options, default: list[int] | None) -> None:
@@ -200,6 +200,16 @@ def add_run(
     folder: str,
 ) -> None:
     """Adds the arguments of a training without a recipe, and its output folder."""
+    add_length(parser, epochs, batch_size, learning_rate)
+    add_output(parser, "The folder of the results.", Path("runs") / folder)
+
+
+def add_length(
+    parser: Options,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    learning_rate: float | None = None,
+) -> None:
     add_count(parser, "--epochs", "Passes over the training data.", epochs)
     add_count(parser, "--batch-size", "Examples in a training step.", batch_size)
     parser.add_argument(
@@ -208,7 +218,6 @@ def add_run(
         default=learning_rate,
         help="The peak learning rate.",
     )
-    add_output(parser, "The folder of the results.", Path("runs") / folder)
 
 
 def add_output(parser: Options, what: str, default: Path | None = None) -> None:

@@ -97,7 +97,7 @@ def set_devices(
         devices,
         args.expert_parallel,
         args.model_parallel,
-        batch_size,
+        batch_size=batch_size,
         # A recipe gives each process its own part of a batch.
         auto_shard_dataset=False,
         **overrides,

@@ -34,10 +34,7 @@ class Model(NamedTuple):
 
 
 class Examples(NamedTuple):
-    """The data to evaluate on, as `keras_moe.data.load` and `load_pairs` take it.
-
-    `excluded` has the `exclude` of each split, `options` the rest for `load_pairs`.
-    """
+    """The data to evaluate on, as `keras_moe.data.load` and `load_pairs` take it."""
 
     source: str
     split: str
@@ -45,7 +42,7 @@ class Examples(NamedTuple):
     data_dir: str | None
     hierarchy: str | None
     max_labels: int | None
-    excluded: dict[str, Any]
+    excluded: dict[str, Any]  # by split
     options: dict[str, Any]
 
     def has_several_labels(self, split: str | None = None) -> bool:
@@ -184,9 +181,19 @@ def with_bar(console: "Console") -> Callable[[Iterable, str], Iterable]:
     """A function that adds a progress bar to the batches of a split."""
     from rich.progress import track
 
-    def shown(batches, split):
-        if not console.is_terminal:
-            return batches
-        return track(batches, split, console=console, transient=True)
+    class Shown:
+        """Batches that can be read again, as far as the given ones can."""
 
-    return shown
+        def __init__(self, batches, split):
+            self.batches, self.split = batches, split
+
+        def __iter__(self):
+            return iter(
+                track(self.batches, self.split, console=console, transient=True)
+            )
+
+        def cardinality(self):
+            known = getattr(self.batches, "cardinality", self.batches.__len__)
+            return known()
+
+    return Shown if console.is_terminal else lambda batches, split: batches

@@ -1,4 +1,4 @@
-"""Count the parameters, active parameters and FLOPs of a model.
+"""Count the parameters, active parameters and FLOPs of a model, and the routed share.
 
 Nothing is allocated: the largest preset takes no longer than the smallest.
 """
@@ -56,7 +56,7 @@ def listed(pattern: str, num_classes: int | None) -> Result:
     names = keras_moe.models.list_presets(pattern)
     if not names:
         raise ValueError(f"Expected a pattern of presets; received: --list {pattern}")
-    table = Table("preset", "parameters", "active", "GFLOPs", "what it is")
+    table = Table("preset", "parameters", "active", "GFLOPs", "routed", "what it is")
     rows = []
     for name, line in names.items():
         costs = keras_moe.models.describe(name, num_classes=num_classes)
@@ -65,6 +65,7 @@ def listed(pattern: str, num_classes: int | None) -> Result:
             f"{costs.parameters / 1e6:,.1f}M",
             f"{costs.active_parameters / 1e6:,.1f}M",
             f"{costs.gflops:,.1f}",
+            f"{costs.routed_share:.0%}" if costs.routed_share else "",
             line,
         )
         rows.append({**costs.to_dict(), "description": line})

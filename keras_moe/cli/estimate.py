@@ -11,7 +11,6 @@ cuda-plan), and no device.
 
 import argparse
 import contextlib
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import keras_moe
@@ -40,7 +39,7 @@ keras-moe estimate vmoe_h14 --chip tpu_v4 --devices 256 --batch-size 4096
 keras-moe estimate vmoe_h14 --chip h200 --devices 8 --batch-size 512
 keras-moe estimate vmoe_l16 --chip tpu_v5e --devices 64 --batch-size 4096 \
 --expert-parallel 32 --set rematerialize=true
-keras-moe estimate vmoe_b16 --compile v5e:4x4 --batch-size 1024 --figure costs.png
+keras-moe estimate vmoe_b16 --compile v5e:4x4 --batch-size 1024
 keras-moe estimate --recipe vmoe_s32_i1k --compile h200:8 --num-classes 1000"""
 # Arguments of `distribution.costs` and `compiled_costs`, and what sets them.
 OWN = {
@@ -72,8 +71,7 @@ ARITHMETIC = {
     "text_tokens": 0,
 }
 # The compiler's options, with their defaults.
-COMPILER = {"step": "train", "fit": False, "figure": None}
-PICTURES = (".png", ".svg", ".pdf")
+COMPILER = {"step": "train", "fit": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,17 +115,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--step", default=COMPILER["step"], help=step)
     fit = "If the step does not fit, rematerialise, and then halve the batch."
     add_flag(group, "--fit", fit)
-    figure = "Save a chart of memory and time to this file."
-    group.add_argument("--figure", type=_picture, metavar="FILE.png", help=figure)
-
-
-def _picture(text: str) -> Path:
-    """The type of `--figure`, checked before what takes minutes."""
-    if Path(text).suffix not in PICTURES:
-        raise argparse.ArgumentTypeError(
-            f"Expected a file that ends with {', '.join(PICTURES)}; received: {text}"
-        )
-    return Path(text)
 
 
 def run(args: argparse.Namespace, console: "Console") -> Result:
@@ -191,8 +178,6 @@ def take_recipe(args: argparse.Namespace) -> "Recipe":
 def compiled(
     args: argparse.Namespace, recipe: "Recipe | None", console: "Console"
 ) -> Result:
-    if args.figure is not None:
-        args.figure.parent.mkdir(parents=True, exist_ok=True)
     if recipe is None:
         model, options = args.preset, model_overrides(args.set, OWN)
         options["dtype"] = POLICIES.get(args.dtype, args.dtype)
@@ -210,10 +195,6 @@ def compiled(
             fit=args.fit,
             **options,
         )
-    if args.figure is not None:
-        from keras_moe.analysis import plots
-
-        plots.plot_step_costs(found, args.figure)
     values = {
         **found._asdict(),
         "memory_bytes": found.memory_bytes,
@@ -230,11 +211,11 @@ def costs(args: argparse.Namespace, expert_parallel: int | str) -> "Costs":
         args.chip,
         expert_parallel,
         args.model_parallel,
-        args.optimizer,
-        args.dtype,
-        args.utilization,
-        args.text_tokens,
-        args.num_classes,
+        optimizer=args.optimizer,
+        dtype=args.dtype,
+        utilization=args.utilization,
+        text_tokens=args.text_tokens,
+        num_classes=args.num_classes,
         **model_overrides(args.set, OWN),
     )
 

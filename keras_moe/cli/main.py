@@ -21,13 +21,16 @@ from keras_moe import choose_backend, import_keras
 from keras_moe._version import __version__
 from keras_moe.cli import (
     convert,
-    deduplicate,
     describe,
     estimate,
     evaluate,
+    export,
+    generate,
+    predict,
     quickstart,
     report,
     train,
+    twins,
     upcycle,
 )
 from keras_moe.cli._arguments import STDOUT, Parser, add_command
@@ -38,13 +41,16 @@ if TYPE_CHECKING:
 COMMANDS = (
     quickstart,
     train,
+    twins,
     evaluate,
+    predict,
+    generate,
     report,
+    export,
     convert,
     upcycle,
     describe,
     estimate,
-    deduplicate,
 )
 # Errors of the library and of the operating system that a user can do something about.
 MISTAKES = (ImportError, OSError, TypeError, ValueError)
@@ -64,6 +70,7 @@ def make_parser() -> Parser:
         "keras-moe describe vmoe_b32\n"
         "keras-moe train mumoe_digits\n"
         "keras-moe evaluate runs/mumoe_digits --json\n"
+        "keras-moe predict runs/mumoe_digits photo.png\n"
         "keras-moe report runs/mumoe_digits\n"
         "keras-moe COMMAND --help",
     )
@@ -82,7 +89,7 @@ def main(
     try:
         args = make_parser().parse_args(argv)
         args.argv = sys.argv[1:] if argv is None else argv
-        wants_traceback |= args.traceback
+        wants_traceback = args.traceback = wants_traceback or args.traceback
         interrupted = args.interrupted
         # Within another program, such as a test, stderr is not this program's.
         if argv is None and not wants_traceback:
@@ -125,7 +132,7 @@ def run(args: argparse.Namespace) -> None:
     if args.json == STDOUT:
         to_people = contextlib.redirect_stdout(sys.stderr)
     with to_people, warnings.catch_warnings():
-        warnings.showwarning = show_warning
+        warnings.showwarning = showing_once()
         import_keras()
         import_own(args.imports)
         console = new_console()
@@ -189,9 +196,17 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def show_warning(message, *args, **kwargs) -> None:
-    """Prints a warning as one line; see `warnings.showwarning`."""
-    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
+def showing_once() -> Callable[..., None]:
+    """A `warnings.showwarning` that prints each warning as one line, and once."""
+    shown = set()
+
+    def show(message, *args, **kwargs):
+        text = " ".join(str(message).split())
+        if text not in shown:
+            print(f"warning: {text}", file=sys.stderr)
+        shown.add(text)
+
+    return show
 
 
 def divert_native_log() -> Path:

@@ -52,11 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     folder = "The folder of the report; an older report there is replaced."
     add_output(parser, folder, Path("report"))
-    add_count(parser, "--examples", "The examples to count; by default all.")
+    few = "The examples to draw, of all classes alike; by default all are read."
+    add_count(parser, "--examples", few)
     add_count(parser, "--show", "The number of examples to show one by one.", 6)
-    seed = "The seed that chooses the examples shown and their groups."
+    seed = "The seed that draws the examples, those shown and their groups."
     add_count(parser, "--seed", seed, 0, 0)
-    shown = "The numbers of the examples to show instead, counted from 0."
+    shown = "The numbers of those to show instead, counted from 0 as they are read."
     add_count(parser, "--show-examples", shown, minimum=0, nargs="+")
     add_batch_size(parser)
     add_overrides(parser)
@@ -123,7 +124,10 @@ def write_report(
             batch_size=args.batch_size,
             max_examples=args.examples,
             options=Options(
-                num_examples=args.show, seed=args.seed, examples=args.show_examples
+                num_examples=args.show,
+                seed=args.seed,
+                examples=args.show_examples,
+                training_batch_size=chosen.recipe.get("batch_size"),
             ),
             command=command_line(args),
             credit=keras_moe.data.credit(examples.source),

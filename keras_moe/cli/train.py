@@ -14,8 +14,11 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import math
 import secrets
 import time
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +30,7 @@ from keras_moe.cli._arguments import (
     add_count,
     add_data,
     add_flag,
+    add_length,
     add_output,
     add_overrides,
     add_preset,
@@ -56,12 +60,12 @@ EXAMPLES = """\
 keras-moe train --list
 keras-moe train mumoe_digits
 keras-moe train finetune --data folder:PHOTOS --preset vmoe_digits
-keras-moe train mumoe_digits --recipe-set schedule.epochs=10 --set num_experts=16
+keras-moe train mumoe_digits --epochs 10 --set num_experts=16
 keras-moe train mumoe_mixer_s16 --preset mumoe_mixer_s16_tr
 keras-moe train mumoe_clip_b32 --data folder:photos
 keras-moe train moepp_lm_python --data text:BOOKS
 keras-moe train vmoe_b16_i21k --data tfrecord:photos --devices all
-keras-moe train mumoe_digits --recipe-set schedule.epochs=40 --extend
+keras-moe train mumoe_digits --epochs 40 --extend
 keras-moe train mumoe_digits --recipe-set schedule.patience=5 schedule.best=restore"""
 INTERRUPTED = RESUMES
 
@@ -74,11 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_preset(parser, "--preset", help=preset)
     add_data(parser, " The default is the data of the recipe.")
     add_overrides(parser)
-    add_overrides(
-        parser, "--recipe-set", "settings of the recipe", "schedule.epochs=10"
-    )
+    what = "settings of the recipe"
+    add_overrides(parser, "--recipe-set", what, "schedule.warmup_steps=100")
     folder = "The folder of the run; by default runs/ and the recipe's name."
     add_output(parser, folder)
+    add_length(parser.add_argument_group("settings that recipes have, too"))
     add_checkpoints(parser)
     add_looks(parser)
     add_devices(parser)
@@ -96,7 +100,7 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
     restart = "Delete the checkpoints of an earlier run, and begin anew."
     add_flag(group, "--restart", restart)
     extend = (
-        "Continue a finished run for the longer schedule of --recipe-set; "
+        "Continue a finished run for more --epochs; --recipe-set "
         "schedule.schedule_steps=N leaves its learning rates as they were."
     )
     add_flag(group, "--extend", extend)
@@ -123,7 +127,8 @@ def add_looks(parser: argparse.ArgumentParser) -> None:
     few_shot_data = "Images with splits train and test for it; by default the recipe's."
     group.add_argument("--few-shot-data", metavar="SOURCE", help=few_shot_data)
     report = (
-        "The number of test examples of a report on the routing at the end; its first "
+        "The number of test examples of a report on the routing at the end, drawn of "
+        "all classes alike; also on a finished run, by the same command. Its first "
         "picture goes into the model card. 0 for no report."
     )
     add_count(group, "--report-examples", report, 0, 0)
@@ -173,11 +178,24 @@ def run(args: argparse.Namespace, console: "Console") -> Result | None:
     }
     if report:
         rows["report"] = report.page
+    if trained.score + 1e-6 < (trained.linear_probe or 0):
+        rows["below the probe"] = advice(trained.history)
     for method, example in (("classify", "photo"), ("generate", '"Once upon a time"')):
         if hasattr(trained.model, method):
             preset = json.dumps(str(folder / "preset"))
             rows["use it"] = f"from_preset({preset}).{method}({example})"
     return Result(results, tuple(f"{name:<18} {value}" for name, value in rows.items()))
+
+
+def advice(history: dict[str, list[float]]) -> str:
+    """What to change where fine-tuning ended below its linear probe."""
+    change = "raise --epochs or --learning-rate, for it still learns"
+    if history["accuracy"][-1] > max(history["val_accuracy"]):
+        change = (
+            "lower --learning-rate or --epochs, or keep the best epoch with "
+            "--recipe-set schedule.best=restore, for it fits the training images only"
+        )
+    return f"{change}; --output or --restart begins anew"
 
 
 def listed() -> Result:
@@ -211,6 +229,19 @@ def check_options(args: argparse.Namespace) -> None:
 def load_recipe(args: argparse.Namespace) -> "Recipe":
     overrides = dict(args.recipe_set)
     overrides |= {f"model.{name}": value for name, value in args.set}
+    given = {
+        "schedule.epochs": args.epochs,
+        "data.batch_size": args.batch_size,
+        "schedule.learning_rate": args.learning_rate,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if twice := given.keys() & overrides.keys():
+        expected = "each setting once, as an option or in --recipe-set"
+        raise unfit(expected, f"both for {', '.join(sorted(twice))}")
+    overrides |= given
+    if args.epochs is not None:
+        # Instead of a length in steps.
+        overrides.setdefault("schedule.steps", None)
     if args.data is not None:
         overrides["data.source"] = args.data
     if args.preset is not None:
@@ -247,7 +278,10 @@ def fit(
     def callbacks(model, datasets):
         # Not before, where an error would follow it.
         if process == 0:
+            for line in first_lines(recipe, model, args.data_dir):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
             console.print(settings_table(recipe))
+            model.describe().print_routing(console, recipe.data.batch_size)
         test.append(datasets.test)
         return evaluations(args, recipe, folder, model, datasets)
 
@@ -299,8 +333,10 @@ def evaluations(
     if importlib.util.find_spec("tensorboardX") is not None:
         board = folder / "tensorboard"
     if args.health_every and model.routing:
-        # Each process has read a part.
-        batch = gathered_batch(next(iter(datasets.test)))
+        # Test data may be sorted by class. Each process has read a part.
+        shuffled = datasets.shuffled_test
+        test = datasets.test if shuffled is None else shuffled()
+        batch = gathered_batch(next(iter(test)))
         callbacks.append(
             training.RouterHealth(
                 keras.utils.unpack_x_y_sample_weight(batch)[0],
@@ -408,17 +444,23 @@ def write_report(
         return None
     data = recipe.data
     try:
+        if test is None:
+            # Nothing was left to train.
+            test = recipe.datasets(trained.model, args.data_dir).test
         return keras_moe.report.write_report(
             trained.model,
             test,
             folder / "report",
             name=f"{recipe.name} on {data.evaluated_source} {data.test_split}",
             max_examples=args.report_examples,
+            options=keras_moe.report.Options(training_batch_size=data.batch_size),
             command=command_line(args),
             credit=keras_moe.data.credit(data.evaluated_source),
             verbose=0,
         )
     except Exception as error:
+        if args.traceback:
+            traceback.print_exc()
         text = (
             f"warning: no report, since it failed: {type(error).__name__}: {error}\n"
             f"The model is in {folder / 'preset'}; `keras-moe report {folder}` makes a "
@@ -442,6 +484,7 @@ def card_of(recipe: "Recipe", trained: "Training") -> "ModelCard":
         data=recipe.data.source,
         recipe={k: v for k, v in settings.items() if k not in ("name", "description")},
         results=[score],
+        **base_model(recipe),
         picture_text="What each expert does with the test data",
     )
 
@@ -472,6 +515,7 @@ def results_of(recipe: "Recipe", trained: "Training", folder: Path) -> dict:
         "recipe": recipe.to_dict(),
         **backend_and_versions(),
         "parameters": trained.model.count_params(),
+        "costs": trained.model.describe().to_dict(),
         "metric": recipe.objective.monitor.metric,
         "score": trained.score,
         "linear_probe": trained.linear_probe,
@@ -499,6 +543,47 @@ def draw(results: dict, title: str, folder: Path) -> None:
         plots.plot_router_health(
             folder / "router_health.csv", folder / "router_health.png", title=title
         )
+
+
+def base_model(recipe: "Recipe") -> dict[str, str | None]:
+    """The model that a run started from, and its licence; nothing if it was random."""
+    from keras_moe.models.base.model_card import licence_of
+
+    preset = recipe.model.preset
+    if not starts_from_weights(recipe):
+        return {}
+    return {"base_model": preset, "base_license": licence_of(preset)}
+
+
+def starts_from_weights(recipe: "Recipe") -> bool:
+    from keras_moe.models.registry import is_architecture
+
+    return recipe.model.load_weights and not is_architecture(recipe.model.preset)
+
+
+def first_lines(recipe: "Recipe", model: Any, data_dir: str | None) -> Iterator[str]:
+    """What the settings leave open: the weights at the start, the images' sizes."""
+    start = "random weights"
+    if starts_from_weights(recipe):
+        start = f"the weights of {recipe.model.preset}"
+    yield f"starts from {start}"
+    config = recipe.data
+    if not isinstance(config, keras_moe.training.ImageData):
+        return
+    from keras_moe.data.sources import open_source
+
+    splits = (config.train_split, config.test_split)
+    train, test = (
+        open_source(config.source, split, data_dir).without(excluded)
+        for split, excluded in zip(splits, config.left_out(data_dir))
+    )
+    height, width, channels = model.backbone.image_shape
+    sizes = [f"{w}x{h}" for h, w in sorted(train.sizes(), key=math.prod)]
+    yield (
+        f"{train.count:,} images to train on, {test.count:,} to test on: "
+        f"{width}x{height}{' grey' * (channels == 1)}, from "
+        f"{' to '.join(dict.fromkeys((sizes[0], sizes[-1])))}"
+    )
 
 
 def settings_table(recipe: "Recipe") -> "Table":

@@ -19,10 +19,7 @@ from keras_moe.data.padding import padded, predictions
 from keras_moe.data.reading import reading_errors
 from keras_moe.data.record_writing import write_pair_tfrecords, write_tfrecords
 from keras_moe.data.selection import (
-    ImageHashes,
-    find_duplicates,
     find_unreadable,
-    image_hashes,
     write_exclusion,
 )
 from keras_moe.data.sources import class_names, credit, load_texts, num_classes
@@ -30,7 +27,6 @@ from keras_moe.data.sources import class_names, credit, load_texts, num_classes
 __all__ = [
     "EMOJI_CREDIT",
     "EmojiPairs",
-    "ImageHashes",
     "LabelHierarchy",
     "LoadOptions",
     "PairOptions",
@@ -38,9 +34,7 @@ __all__ = [
     "RandomResizedCrop",
     "class_names",
     "credit",
-    "find_duplicates",
     "find_unreadable",
-    "image_hashes",
     "load",
     "load_captions",
     "load_digits",

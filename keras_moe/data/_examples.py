@@ -18,6 +18,8 @@ from keras_moe.data.reading import read_or_name, reading_errors, records_or_name
 # Number of encoded examples in the shuffle buffer of record files: a gigabyte of
 # photographs. The order of the files is shuffled, too.
 SHUFFLE_BUFFER = 10_000
+# Number of images whose sizes stand for those of all.
+_SIZES_OF = 64
 # Number of files to interleave in random order, and records in a row from each.
 _OPEN_FILES, _RECORDS_IN_A_ROW = 16, 16
 
@@ -92,18 +94,25 @@ class Examples:
         """Dataset of (position, item) of all examples in the source's order."""
         return self.pass_over(Share(0, 1, 1), None, 0, None)
 
-    def scan(
-        self, function: Callable, progress: Callable[[int, int], Any] | None = None
-    ) -> Iterator[tuple[np.ndarray, ...]]:
+    def scan(self, function: Callable) -> Iterator[tuple[np.ndarray, ...]]:
         """Yields batches of `function(position, item)` of all examples, as arrays."""
         dataset = self.all_items().map(function, num_parallel_calls=tf.data.AUTOTUNE)
-        done = 0
         with reading_errors():
-            for columns in dataset.batch(256).prefetch(1).as_numpy_iterator():
-                yield columns
-                done += len(columns[0])
-                if progress is not None:
-                    progress(done, self.count)
+            yield from dataset.batch(256).prefetch(1).as_numpy_iterator()
+
+    def sizes(self) -> set[tuple[int, int]]:
+        """Returns (height, width) of some images as they are stored."""
+        items = self.all_items()
+        if isinstance(self, IndexedExamples):
+            # From all classes; records are read in sequence.
+            items = items.shard(max(self.count // _SIZES_OF, 1), 0)
+
+        def size(_, item):
+            return tf.shape(self.decoded(item, self.read(item)["image"]))[:2]
+
+        # The run itself names what cannot be read.
+        found = items.take(_SIZES_OF).map(size).ignore_errors().as_numpy_iterator()
+        return {(int(height), int(width)) for height, width in found}
 
     def pass_over(
         self, share: Share, seed: Tensor | None, start: Tensor | int, length: int | None

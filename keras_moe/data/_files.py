@@ -20,9 +20,10 @@ from keras_moe._checks import unfit
 from keras_moe._files import locked, new_file, open_regular, path_within, read_text
 
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
-# Folders that systems put beside people's files: thumbnails, attributes, deleted files.
-_OF_SYSTEMS = ("__MACOSX", "@eaDir", "@Recycle", "#recycle", "$RECYCLE.BIN")
-_OF_SYSTEMS += ("System Volume Information", "lost+found")
+# What systems put beside people's files: thumbnails, attributes, deleted files.
+_OF_SYSTEMS = ("__macosx", "@eadir", "@recycle", "#recycle", "$recycle.bin")
+_OF_SYSTEMS += ("system volume information", "lost+found")
+_OF_SYSTEMS += ("thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r")
 # Seconds to wait for another process that makes the arrays: rendering many pictures
 # takes minutes.
 _PATIENCE = 600
@@ -73,7 +74,7 @@ def files_of_split(source: str, names: str, split: str) -> list[Path]:
 
 def is_hidden(name: str) -> bool:
     """Whether a file or folder is hidden, or a system's and not its owner's."""
-    return name.startswith(".") or name in _OF_SYSTEMS
+    return name.startswith(".") or name.lower() in _OF_SYSTEMS
 
 
 def folders_in(path: Path) -> list[str]:
@@ -204,13 +205,10 @@ def read_json(
     others: bool = False,
     within: Path | None = None,
 ) -> dict[str, Any]:
-    """Reads a JSON file; errors name the file and the first value that does not fit.
-
-    In a schema, `str` is a string that is not empty, `int` an integer from 0 on, a
-    `range` an integer in it, `[item]` a list, `{str: item}` a dict with any names, and
-    `{"name": item}` a dict with some of its names, or with `others`, too. Of a tuple,
-    the first is for numbers and the second for lists.
-    """
+    """Reads a JSON file; errors name the file and the first value that does not fit."""
+    # In a schema, `str` is a string that is not empty, `int` an integer from 0 on, a
+    # `range` an integer in it, `[item]` a list, `{str: item}` a dict of any names, and
+    # `{"name": item}` one of some of its names. Tuples are for numbers and for lists.
     try:
         value = json.loads(read_text(path, within))
         known = value

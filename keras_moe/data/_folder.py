@@ -37,6 +37,7 @@ from keras_moe.data._files import (
     files_listed,
     folders_in,
     folders_with_images,
+    is_hidden,
     is_image,
     leads_outside,
     read_json,
@@ -65,6 +66,13 @@ def find_classes(path: str, data_dir: str | None = None) -> Classes:
     splits = _class_folders(root)
     if None not in splits.values():
         names = {name for own in splits.values() for name in own or ()}
+        if not names:
+            images = len(files_below(root, root, images=True))
+            raise ValueError(
+                f"Expected a folder for each class, such as {root}/cat/1.jpg, also in "
+                f"splits, such as {root}/train/cat/1.jpg; received: {images} images, "
+                "none of them in the folder of a class"
+            )
         return Classes(len(names), tuple(sorted(names)))
     labels = [names for split in splits for _, names in _files_of(root, split)]
     names = {name for several in labels for name in several}
@@ -228,7 +236,7 @@ def _report_others(root: Path) -> None:
         for folder in folders
         for x in folder.iterdir()
         if x not in read and not x.is_symlink() and not x.name.startswith(".")
-        if x.is_dir() or x.is_file()
+        if x.is_dir() or (x.is_file() and not is_hidden(x.name))
     )
     if others:
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""

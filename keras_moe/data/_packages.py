@@ -5,6 +5,8 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
+from keras_moe._errors import install
+
 
 @contextlib.contextmanager
 def extra(name: str) -> Iterator[None]:
@@ -12,7 +14,7 @@ def extra(name: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ImportError(f'{error}: pip install "keras-moe[{name}]"') from error
+        raise ImportError(f"{error}: {install(name)}") from error
 
 
 class _Lazy:

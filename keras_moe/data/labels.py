@@ -125,17 +125,11 @@ def _names(name: str, value: Sequence[str]) -> tuple[str, ...]:
 
 
 class Classes(NamedTuple):
-    """The classes of a source.
-
-    Attributes:
-        count: number of classes.
-        names: names in the order of the labels, or None.
-        max_labels: maximum number per example; None for single labels, 0 if unknown.
-    """
+    """The classes of a source."""
 
     count: int
     names: tuple[str, ...] | None = None
-    max_labels: int | None = None
+    max_labels: int | None = None  # None for single labels, 0 if unknown
 
 
 def _convert(

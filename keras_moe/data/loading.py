@@ -79,7 +79,7 @@ class LoadOptions(_Options):
             It must contain the source's classes by name.
         max_labels: labels after padding, with `multi_label`; default the known maximum.
         exclude: indices of examples to leave out, in the order of the source; or JSON
-            files of `write_exclusion` or `keras-moe deduplicate`.
+            files of `write_exclusion`.
         unreadable: `"raise"` raises an error that names the file (see
             `reading_errors`); `"exclude"` first decodes all images, and leaves out
             those that fail, with a warning. To do that once for all runs, use
@@ -178,8 +178,9 @@ def load(
     source: str,
     split: str,
     image_shape: tuple[int, int, int] = (224, 224, 3),
-    batch_size: int = 64,
+    batch_size: int = 32,
     augment: Any = None,
+    *,
     shuffle: bool | None = None,
     seed: int = 0,
     one_hot: bool = False,
@@ -247,8 +248,9 @@ def load_pairs(
     source: Any,
     split: str,
     image_shape: tuple[int, int, int] = (224, 224, 3),
-    batch_size: int = 64,
+    batch_size: int = 32,
     tokenizer: Callable[[Any], dict] | None = None,
+    *,
     augment: Any = None,
     shuffle: bool | None = None,
     seed: int = 0,
@@ -442,6 +444,7 @@ def load_rows(
     rows: Mapping[str, Any],
     batch_size: int,
     weights: Mapping[str, float] | None = None,
+    *,
     shuffle: bool = True,
     seed: int = 0,
     drop_remainder: bool = False,

@@ -14,6 +14,7 @@ def padded(
     x: Any,
     y: Any = None,
     sample_weight: Any = None,
+    *,
     batch_size: int | None = None,
     num_examples: int | None = None,
     model: keras.Model | None = None,

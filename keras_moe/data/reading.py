@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from keras_moe._files import IMAGE_FORMATS
 from keras_moe._types import Structure, Tensor
 from keras_moe.data._packages import extra, tf
 
-_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 # What TensorFlow reads otherwise than Pillow: BMP, GIF and WebP; photos not upright, by
 # Exif of either byte order or XMP, which come first; and JPEGs of four colours. A false
 # alarm costs time alone, as Pillow looks closer. A look costs a pipeline 1 to 2%.
@@ -54,8 +54,7 @@ def needs_pillow(encoded: Tensor) -> Tensor:
 def _decode_with_pillow(encoded: bytes) -> np.ndarray:
     from PIL import Image, ImageOps
 
-    # Pillow's other formats are no images of ours, whatever their names end in.
-    with Image.open(io.BytesIO(encoded), formats=_FORMATS) as image:
+    with Image.open(io.BytesIO(encoded), formats=IMAGE_FORMATS) as image:
         return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
 
 

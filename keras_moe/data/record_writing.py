@@ -30,6 +30,7 @@ def write_tfrecords(
     split: str,
     examples: Iterable[tuple[Any, Any]],
     classes: Sequence[str] | int,
+    *,
     parents: Mapping[str, Sequence[str]] | None = None,
     num_files: int = 1,
 ) -> None:

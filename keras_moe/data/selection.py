@@ -1,18 +1,14 @@
-"""Which examples of a split to use: exclusion, unreadable images, duplicates.
-
-A perceptual hash finds images that were resized, recompressed or brightened: its 64
-bits say which low frequencies of the grey image are above their median.
-"""
+"""Which examples of a split to use: exclusion, unreadable images."""
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from keras_moe._checks import check_integer, check_one_of, unfit
+from keras_moe._checks import check_one_of, unfit
 from keras_moe._files import write_json
 from keras_moe.data._examples import Examples
 from keras_moe.data._files import read_json
@@ -21,13 +17,6 @@ from keras_moe.data.reading import attempt
 from keras_moe.data.sources import open_source
 
 UNREADABLE = ("raise", "exclude")
-# Side of the image that the perceptual hash reads, and its number of frequencies.
-_SIZE, _FREQUENCIES = 32, 8
-# Standard deviation in grey levels below which there is no structure to compare.
-_LEAST_DEVIATION = 2.0
-# Number of distances to hold in memory.
-_BLOCK = 1 << 22
-_ONES_OF_16_BITS = np.array([bin(number).count("1") for number in range(1 << 16)], "u1")
 _SCHEMA = {"split": str, "source": str, "count": int, "indices": [int]}
 
 
@@ -178,107 +167,3 @@ def _unreadable(examples: Examples) -> list[tuple[int, bytes]]:
         rows = zip(*columns)
         bad += [(int(index), where) for index, where, good in rows if not good]
     return bad
-
-
-class ImageHashes(NamedTuple):
-    """Hashes of the images of a split, in the order of the source.
-
-    Attributes:
-        exact: (N,) int64, hashes of shape and pixels.
-        perceptual: (N,) uint64, hashes of low frequencies.
-        has_structure: (N,) bool, False for one colour (`perceptual` is meaningless).
-    """
-
-    exact: np.ndarray
-    perceptual: np.ndarray
-    has_structure: np.ndarray
-
-
-def image_hashes(
-    source: str,
-    split: str,
-    data_dir: str | None = None,
-    progress: Callable[[int, int], Any] | None = None,
-) -> ImageHashes:
-    """Reads and hashes all images of a split.
-
-    Args:
-        source: see `keras_moe.data.load`, also for `split` and `data_dir`.
-        progress: called with the number of finished images and the total.
-
-    Example:
-
-    >>> from keras_moe.data import image_hashes
-    >>> len(image_hashes("digits", "test").exact)
-    450
-    """
-    examples = open_source(source, split, data_dir)
-
-    def hashed(_, item):
-        pixels = examples.decoded(item, examples.read(item)["image"])
-        exact = tf.strings.to_hash_bucket_strong(
-            tf.io.serialize_tensor(pixels), 2**63 - 1, key=[0, 0]
-        )
-        return exact, *_perceptual(tf.cast(pixels, "float32"))
-
-    parts = zip(*examples.scan(hashed, progress))
-    exact, bits, deviation = (np.concatenate(columns) for columns in parts)
-    perceptual = np.packbits(bits, axis=1).view(">u8")[:, 0].astype("uint64")
-    return ImageHashes(exact, perceptual, deviation >= _LEAST_DEVIATION)
-
-
-def find_duplicates(
-    hashes: ImageHashes,
-    reference: ImageHashes,
-    max_distance: int | None = 3,
-    progress: Callable[[int, int], Any] | None = None,
-) -> np.ndarray:
-    """Returns sorted indices of images that also occur in a reference, e.g. a test set.
-
-    Args:
-        hashes: hashes of the images to search.
-        reference: hashes of the images to find.
-        max_distance: number of bits in which perceptual hashes of copies may differ, in
-            [0, 32]; None finds identical pixels only. On handwritten digits, 3 finds
-            99.5% of resized or JPEG copies, and confuses no two digits.
-        progress: see `image_hashes`.
-
-    Example:
-
-    >>> from keras_moe.data import find_duplicates, image_hashes
-    >>> test = image_hashes("digits", "test")
-    >>> duplicates = find_duplicates(image_hashes("digits", "all"), test)
-    >>> len(duplicates) >= len(test.exact)
-    True
-    """
-    if max_distance is not None:
-        check_integer("max_distance", max_distance, 0, 32)
-    is_copy = np.isin(hashes.exact, reference.exact)
-    known = np.unique(reference.perceptual[reference.has_structure])
-    candidates = np.flatnonzero(~is_copy & hashes.has_structure)
-    if max_distance is not None and len(known):
-        size = max(_BLOCK // len(known), 1)
-        for at in range(0, len(candidates), size):
-            block = candidates[at : at + size]
-            differing = hashes.perceptual[block, None] ^ known
-            parts = differing.view("u2").reshape(*differing.shape, 4)
-            distances = _ONES_OF_16_BITS[parts].sum(axis=-1, dtype="u1")
-            is_copy[block[distances.min(axis=1) <= max_distance]] = True
-            if progress is not None:
-                progress(min(at + size, len(candidates)), len(candidates))
-    return np.flatnonzero(is_copy)
-
-
-def _perceptual(pixels):
-    """Returns the 64-bit hash of an image, and its standard deviation."""
-    if pixels.shape[-1] == 3:
-        pixels = tf.image.rgb_to_grayscale(pixels)
-    # Resizing by area uses every pixel, however large the image is.
-    small = tf.image.resize(pixels, (_SIZE, _SIZE), method="area")[..., 0]
-    angles = (2 * np.arange(_SIZE) + 1) * np.pi / (2 * _SIZE)
-    cosines = np.cos(np.arange(_FREQUENCIES)[:, None] * angles).astype("float32")
-    low = tf.reshape(cosines @ small @ cosines.T, [-1])
-    # The first is the mean, which changes with brightness. The others are odd in
-    # number, so that their median is one of them.
-    others = tf.sort(low[1:])
-    return low > others[len(cosines) ** 2 // 2 - 1], tf.math.reduce_std(small)

@@ -10,6 +10,7 @@ the colon in a source's name:
     open_texts(name, split, data_dir)       documents, as strings
 """
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,13 +52,17 @@ _NAMED = {
 def _find(source: object, function: str) -> tuple[Callable, str]:
     """Returns a function of the source's module and the source's name."""
     kind, colon, name = str(source).partition(":")
+    # A shell expands ~ at the beginning of a word alone.
+    name = os.path.expanduser(name)
     kinds = _NAMED if name else {} if colon else _ALONE
     if kind not in kinds:
+        hint = nearest(kind, {**_ALONE, **_NAMED})
+        if os.path.isdir(str(source)):
+            hint = f"a folder of images is 'folder:{source}', of texts 'text:{source}'"
         raise ValueError(
             "Expected 'digits', 'emoji', 'emoji:noto', 'fashion_mnist', 'tfds:NAME', "
             "'tfrecord:GLOB', 'folder:PATH', for captions 'webdataset:GLOB', or for "
-            f"texts 'text:PATH' or 'python_docs'; received: source={source!r} "
-            f"({nearest(kind, {**_ALONE, **_NAMED})})"
+            f"texts 'text:PATH' or 'python_docs'; received: source={source!r} ({hint})"
         )
     module = kinds[kind]
     if function == "open_captioned":

@@ -21,6 +21,7 @@ def auto(
     devices: Sequence[object] | None = None,
     expert_parallel: int | str | None = None,
     model_parallel: int = 1,
+    *,
     batch_size: int | None = None,
     auto_shard_dataset: bool = True,
     **overrides: Any,
@@ -79,7 +80,7 @@ def auto(
         len(devices),
         expert_parallel,
         model_parallel,
-        batch_size,
+        batch_size=batch_size,
         **overrides,
     )
     mesh = _mesh(rules.mesh, devices)

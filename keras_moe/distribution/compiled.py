@@ -94,19 +94,6 @@ class CompiledCosts(NamedTuple):
         computing = sum(self.seconds.values()) - sending
         return max(computing, sending), computing + sending
 
-    @property
-    def heading(self) -> str:
-        """What was compiled, in a line."""
-        return (
-            f"{self.name}, {self.step} step of {self.batch_size:,} on {self.topology}"
-        )
-
-    @property
-    def utilization_text(self) -> str:
-        """The utilisation in percent, or that it is unknown."""
-        known = self.utilization is not None
-        return f"{self.utilization:.0%}" if known else "unknown"
-
     def print(self, console: Console | None = None) -> None:
         """Prints memory, time, collectives and the longest operations as tables."""
         console = console or Console()
@@ -115,7 +102,8 @@ class CompiledCosts(NamedTuple):
             for kind, (number, size) in self.collectives.items()
         ]
         shown = [
-            f"{self.heading} ({self.num_devices} devices)",
+            f"{self.name}, {self.step} step of {self.batch_size:,} on {self.topology} "
+            f"({self.num_devices} devices)",
             memory_table(self.memory, {"the device": self.capacity}),
         ]
         if self.seconds is not None and self.step_seconds is not None:
@@ -134,7 +122,9 @@ class CompiledCosts(NamedTuple):
             for part, time in seconds.items()
         ]
         total = [(name, f"{1e3 * x:.2f}", "") for name, x in zip(STEP_NAMES, steps)]
-        total.append(("model FLOPs utilisation", "", self.utilization_text))
+        known = self.utilization is not None
+        share = f"{self.utilization:.0%}" if known else "unknown"
+        total.append(("model FLOPs utilisation", "", share))
         return numbers_table("time of a step", ("part", "ms", "share"), times, total)
 
     def _operations_table(self):
@@ -182,6 +172,7 @@ def compiled_costs(
     step: str = "train",
     expert_parallel: int | str | None = None,
     model_parallel: int = 1,
+    *,
     dtype: str | None = None,
     num_classes: int | None = None,
     fit: bool = False,
@@ -248,7 +239,9 @@ def compiled_costs(
             arguments = {**overrides, **changes}
             size = arguments.pop("batch_size", batch_size)
             description, model = _abstract(model_or_preset, step, arguments)
-            layouts = auto(model, devices, expert_parallel, model_parallel, size)
+            layouts = auto(
+                model, devices, expert_parallel, model_parallel, batch_size=size
+            )
             try:
                 compiled = jax_compilation.compile_step(model, layouts, size, step)
                 needed = sum(compiled.memory.values()) / GIB

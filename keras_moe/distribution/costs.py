@@ -31,16 +31,12 @@ OPTIMIZERS = {
 
 
 class Kept(NamedTuple):
-    """Numbers that a block keeps for the backward pass.
+    """Numbers that a block keeps for the backward pass."""
 
-    Per token and D, per pair of tokens and head, per hidden unit of an MLP or an expert
-    (one more with a gate), and per slot and D.
-    """
-
-    per_token: float
-    per_pair: float
-    per_hidden_unit: float
-    per_slot: float
+    per_token: float  # and D
+    per_pair: float  # of tokens, and head
+    per_hidden_unit: float  # one more with a gate
+    per_slot: float  # and D
     # Keys are padded to a multiple of these.
     lanes: int = 1
 
@@ -157,6 +153,7 @@ def costs(
     chip: str | Chip = "tpu_v4",
     expert_parallel: int | str | None = None,
     model_parallel: int = 1,
+    *,
     optimizer: str = "adam",
     dtype: str = "bfloat16",
     utilization: float = 0.4,

@@ -84,6 +84,7 @@ def layouts(
     num_devices: int,
     expert_parallel: int | str | None = None,
     model_parallel: int = 1,
+    *,
     batch_size: int | None = None,
     load_weights: bool = True,
     **overrides: Any,

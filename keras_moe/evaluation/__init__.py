@@ -5,12 +5,7 @@ from keras_moe.evaluation.average_precision import (
     mean_average_precision,
     precision_at_1,
 )
-from keras_moe.evaluation.confidence import (
-    CalibrationResult,
-    OutOfDistributionResult,
-    calibration,
-    out_of_distribution,
-)
+from keras_moe.evaluation.confidence import CalibrationResult, calibration
 from keras_moe.evaluation.few_shot import (
     FewShotResult,
     extract_features,
@@ -25,14 +20,8 @@ from keras_moe.evaluation.image_text import (
     zero_shot_from_model,
 )
 from keras_moe.evaluation.language import (
-    MultipleChoiceResult,
     continuation_log_likelihoods,
     lm_eval_model,
-    multiple_choice,
-)
-from keras_moe.evaluation.nearest_neighbours import (
-    NearestNeighboursResult,
-    nearest_neighbours,
 )
 from keras_moe.evaluation.retrieval import (
     ContrastiveAccuracyResult,
@@ -40,7 +29,6 @@ from keras_moe.evaluation.retrieval import (
     contrastive_accuracy,
     retrieval,
 )
-from keras_moe.evaluation.segmentation import SegmentationResult, segmentation_probe
 from keras_moe.evaluation.zero_shot import (
     TEMPLATES,
     ClassSubset,
@@ -59,12 +47,8 @@ __all__ = [
     "ClassSubset",
     "ContrastiveAccuracyResult",
     "FewShotResult",
-    "MultipleChoiceResult",
-    "NearestNeighboursResult",
-    "OutOfDistributionResult",
     "PairEmbeddings",
     "RetrievalResult",
-    "SegmentationResult",
     "ZeroShotResult",
     "average_precision",
     "calibration",
@@ -79,16 +63,12 @@ __all__ = [
     "lm_eval_model",
     "mean_average_precision",
     "mteb_model",
-    "multiple_choice",
-    "nearest_neighbours",
-    "out_of_distribution",
     "precision_at_1",
     "prompts",
     "read_class_names",
     "read_class_subset",
     "read_templates",
     "retrieval",
-    "segmentation_probe",
     "zero_shot",
     "zero_shot_from_model",
 ]

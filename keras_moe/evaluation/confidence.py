@@ -1,4 +1,4 @@
-"""What a classifier's confidence is worth: calibration, and unknown inputs.
+"""What a classifier's confidence is worth.
 
 Axes: N examples, C classes, B bins.
 """
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from keras_moe._checks import check_integer, unfit
+from keras_moe._checks import check_integer
 from keras_moe._types import Config
-from keras_moe.evaluation._features import check_features, check_labels, to_numpy
+from keras_moe.evaluation._features import check_features, check_labels
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -81,7 +81,7 @@ def calibration(
     >>> round(result.ece, 9)  # half of |0.5 - 0.8| and of |1 - 0.6|
     0.35
     """
-    probabilities = _check_probabilities("probabilities", probabilities)
+    probabilities = _check_probabilities(probabilities)
     count, num_classes = probabilities.shape
     labels = check_labels("labels", labels, count, num_classes)
     num_bins = check_integer("num_bins", num_bins)
@@ -103,77 +103,15 @@ def calibration(
     return CalibrationResult(float(nll), ece, float(brier), counts, *means)
 
 
-class OutOfDistributionResult(NamedTuple):
-    """How well a score separates known inputs from others.
-
-    Attributes:
-        auroc: share of pairs of a known and another input of which the known one has
-            the higher score, with half of those whose scores are equal.
-        fpr_at_95_tpr: share of other inputs that pass a threshold which 95% of the
-            known ones pass.
-        threshold: that threshold, the highest one.
-    """
-
-    auroc: float
-    fpr_at_95_tpr: float
-    threshold: float
-
-    def to_dict(self) -> Config:
-        """Returns a JSON-serialisable dict."""
-        return dict(self._asdict())
-
-
-def out_of_distribution(
-    in_scores: ArrayLike, out_scores: ArrayLike
-) -> OutOfDistributionResult:
-    """Measures how well a score tells inputs of the known classes from others.
-
-    Args:
-        in_scores: (N,) scores of inputs of the known classes, higher for what looks
-            more familiar; or (N, C) probabilities, whose maximum is then the score.
-        out_scores: (M,) or (M, C), the same for inputs of none of the classes.
-
-    Reference: *A Baseline for Detecting Misclassified and Out-of-Distribution Examples
-        in Neural Networks*, sections 2 and 3.
-
-    Example:
-
-    >>> from keras_moe.evaluation import out_of_distribution
-    >>> out_of_distribution([0.9, 0.8, 0.7], [0.75, 0.2]).auroc  # 5 of 6 pairs
-    0.8333333333333334
-    """
-    known, others = _scores("in_scores", in_scores), _scores("out_scores", out_scores)
-    others = np.sort(others)
-    lower = np.searchsorted(others, known, "left").sum()
-    lower_or_equal = np.searchsorted(others, known, "right").sum()
-    auroc = (lower + lower_or_equal) / (2 * len(known) * len(others))
-    # The highest threshold that at least 95% of the known inputs reach.
-    needed = -(-95 * len(known) // 100)
-    threshold = np.sort(known)[len(known) - needed]
-    return OutOfDistributionResult(
-        float(auroc), float((others >= threshold).mean()), float(threshold)
-    )
-
-
-def _scores(name: str, scores: ArrayLike) -> np.ndarray:
-    array = to_numpy(scores)
-    if array.ndim == 2:
-        return _check_probabilities(name, array).max(axis=1)
-    if array.ndim != 1:
-        expected = f"{name}, scores (examples,) or probabilities (examples, classes)"
-        raise unfit(expected, shape=array.shape)
-    return check_features(name, array[:, None])[:, 0]
-
-
-def _check_probabilities(name: str, probabilities: ArrayLike) -> np.ndarray:
+def _check_probabilities(probabilities: ArrayLike) -> np.ndarray:
     """Checks that rows are probabilities; returns float64."""
-    probabilities = check_features(name, probabilities)
+    probabilities = check_features("probabilities", probabilities)
     sums = probabilities.sum(axis=1)
     is_bad = (np.abs(sums - 1) > _ROUNDING) | (probabilities < 0).any(axis=1)
     if is_bad.any():
         row = int(is_bad.argmax())
         raise ValueError(
-            f"Expected {name} of at least 0 whose rows sum to 1; received: "
+            "Expected probabilities of at least 0 whose rows sum to 1; received: "
             f"{is_bad.sum()} others, such as row {row} with sum={sums[row]:g} and "
             f"min={probabilities[row].min():g}"
         )

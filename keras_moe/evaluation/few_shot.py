@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from rich.table import Table
 
-from keras_moe._batches import read_batches
+from keras_moe._batches import progress_bar, read_batches
 from keras_moe._checks import check_integer, unfit
 from keras_moe._processes import predict_batch
 from keras_moe._tables import numbers_table
@@ -104,6 +104,7 @@ def few_shot(
     test_features: ArrayLike,
     test_labels: ArrayLike,
     shots: Sequence[int] = SHOTS,
+    *,
     l2s: ArrayLike = L2S,
     seeds: Sequence[int] = SEEDS,
     num_classes: int | None = None,
@@ -157,7 +158,10 @@ def few_shot(
 
 
 def extract_features(
-    model: KerasModel | Callable, data: object, batch_size: int = 64, verbose: int = 1
+    model: KerasModel | Callable,
+    data: object,
+    batch_size: int = 32,
+    verbose: str | int = "auto",
 ) -> tuple[np.ndarray, np.ndarray]:
     """Features of images by a model, and the labels, for `few_shot` and its like.
 
@@ -166,7 +170,8 @@ def extract_features(
         data: arrays (images, labels), or an iterable of such batches, which is read
             once. Labels are classes (N,), or for segmentation masks of one size.
         batch_size: images per batch of arrays.
-        verbose: 1 for a progress bar, 2 for one line, 0 for nothing.
+        verbose: 0 for nothing, 1 or `"auto"` for a progress bar, 2 for one line at its
+            end.
 
     Returns: features (N, ...) and labels of all images, equal in all processes.
 
@@ -182,7 +187,7 @@ def extract_features(
     """
     batch_size = check_integer("batch_size", batch_size)
     batches, num_batches = read_batches(data, batch_size, "data")
-    progress = keras.utils.Progbar(num_batches, verbose=verbose, unit_name="batch")
+    progress = progress_bar(num_batches, verbose, "batch")
     features, labels, size = [], [], 0
     for images, batch_labels in batches:
         # The tensors of tf.data may belong to another backend.
@@ -208,6 +213,7 @@ def linear_probe(
     train_labels: ArrayLike,
     test_features: ArrayLike,
     test_labels: ArrayLike,
+    *,
     l2s: ArrayLike = L2S,
     num_classes: int | None = None,
 ) -> float:
@@ -238,46 +244,14 @@ def linear_probe(
     order = np.random.default_rng(0).permutation(len(labels))
     held, rest = np.split(order, [max(len(order) // 5, 1)])
     fitted, measured = ((features[x], labels[x]) for x in (rest, held))
-    l2 = [chosen_l2(fitted, measured, num_classes, l2s)]
-    data = features, labels, test_features, test_labels
-    return float(few_shot_accuracies(*data, num_classes, l2)[0])
-
-
-def chosen_l2(
-    train: tuple[np.ndarray, np.ndarray],
-    held: tuple[np.ndarray, np.ndarray],
-    num_classes: int,
-    l2s: np.ndarray,
-) -> float:
-    """The penalty of highest accuracy on features and labels that are held out."""
-    accuracies = few_shot_accuracies(*train, *held, num_classes, l2s)
+    accuracies = few_shot_accuracies(*fitted, *measured, num_classes, l2s)
     # Of equally good penalties, one in the middle.
     best = l2s[accuracies == accuracies.max()]
-    return float(best[len(best) // 2])
+    data = features, labels, test_features, test_labels
+    return float(few_shot_accuracies(*data, num_classes, best[[len(best) // 2]])[0])
 
 
 # Ridge regression
-
-
-class RidgeClassifier(NamedTuple):
-    """A linear classifier on standardised features."""
-
-    mean: np.ndarray  # (F,), of the training features
-    std: np.ndarray  # (F,), their population standard deviation + 1e-5
-    weights: np.ndarray  # (F + 1, C), the last row for a constant 100
-
-    def scores(self, features: ArrayLike) -> np.ndarray:
-        """Returns scores (N, C) of features (N, F)."""
-        features = check_features("features", features, self.mean.size)
-        return _standardise(features, self.mean, self.std) @ self.weights
-
-
-def ridge_regression(
-    train_features: ArrayLike, train_labels: ArrayLike, num_classes: int, l2: float
-) -> RidgeClassifier:
-    """Fits the linear classifier in closed form, in float64."""
-    mean, std, left, eigs, right = _decompose(train_features, train_labels, num_classes)
-    return RidgeClassifier(mean, std, left @ (right / (eigs + l2)))
 
 
 def few_shot_accuracies(

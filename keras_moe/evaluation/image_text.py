@@ -60,22 +60,21 @@ class PairEmbeddings(NamedTuple):
         self, ks: Sequence[int] | None = None, chunk_size: int = CHUNK_SIZE
     ) -> RetrievalResult:
         """Recalls; for COCO's protocol, `_replace(text_ids=None)` first."""
-        return retrieval(
-            self.images, self.texts, self.image_of_text, ks, chunk_size, self.text_ids
-        )
+        own = (self.images, self.texts, self.image_of_text)
+        return retrieval(*own, ks, chunk_size=chunk_size, text_ids=self.text_ids)
 
     def contrastive_accuracy(
-        self, batch_size: int = BATCH_SIZE
+        self, contrastive_batch_size: int = BATCH_SIZE
     ) -> ContrastiveAccuracyResult:
         """`contrastive_accuracy` of each image with its first text."""
         _, first = np.unique(self.image_of_text, return_index=True)
         text_ids = None if self.text_ids is None else self.text_ids[first]
         return contrastive_accuracy(
-            self.images, self.texts[first], batch_size, text_ids=text_ids
+            self.images, self.texts[first], contrastive_batch_size, text_ids=text_ids
         )
 
 
-def encode_pairs(model: Any, pairs: Any, batch_size: int = 64) -> PairEmbeddings:
+def encode_pairs(model: Any, pairs: Any, batch_size: int = 32) -> PairEmbeddings:
     """Embeds the images and texts of pairs, batch by batch.
 
     Args:
@@ -140,9 +139,10 @@ def zero_shot_from_model(
     labels: ArrayLike | None,
     class_names: ClassNames,
     templates: str | os.PathLike[str] | Sequence[Template] = "ours",
+    *,
     ks: Sequence[int] | None = None,
-    batch_size: int = 64,
-    verbose: int = 0,
+    batch_size: int = 32,
+    verbose: str | int = "auto",
     class_subset: str | None = None,
 ) -> ZeroShotResult:
     """Zero-shot accuracy of an image-text model; see `keras_moe.evaluation.zero_shot`.
@@ -156,7 +156,7 @@ def zero_shot_from_model(
         templates: see `keras_moe.evaluation.read_templates`.
         ks: values of k; None for 1, and 5 if there are that many classes.
         batch_size: number of images and texts embedded at a time.
-        verbose: 1 for a progress bar, 2 for one line at its end, 0 for nothing.
+        verbose: see `extract_features`.
         class_subset: `"imagenet_a"` or `"imagenet_r"` to choose only among its classes;
             None for all.
 
@@ -203,7 +203,7 @@ def encode_classes(
     model: Any,
     class_names: ClassNames,
     templates: str | os.PathLike[str] | Sequence[Template] = "ours",
-    batch_size: int = 64,
+    batch_size: int = 32,
 ) -> np.ndarray:
     """Embeds classes for zero-shot classification, as unit vectors (C, P).
 
@@ -227,7 +227,7 @@ def encode_classes(
     return class_embeddings(np.reshape(texts, (len(names), len(templates), -1)))
 
 
-def mteb_model(model: Any, name: str = "keras_moe/model", batch_size: int = 64) -> Any:
+def mteb_model(model: Any, name: str = "keras_moe/model", batch_size: int = 32) -> Any:
     """Wraps an image-text model for the image tasks of MTEB, which are MIEB.
 
     Needs the extra `mteb`; its tasks download their data. An input with an image and a
@@ -251,9 +251,9 @@ def mteb_model(model: Any, name: str = "keras_moe/model", batch_size: int = 64) 
     mteb.evaluate(mteb_model(model), tasks)
     ```
     """
-    message = 'Expected the package mteb: pip install "keras-moe[mteb]"'
-    base = import_extra("mteb.models.abs_encoder", message).AbsEncoder
-    metadata = import_extra("mteb.models.model_meta", message)
+    needs = ("Expected the package mteb", "mteb")
+    base = import_extra("mteb.models.abs_encoder", *needs).AbsEncoder
+    metadata = import_extra("mteb.models.model_meta", *needs)
     batch_size = check_integer("batch_size", batch_size)
     if not isinstance(name, str) or name.count("/") != 1:
         raise ValueError(f"Expected name 'organization/model'; received: name={name!r}")

@@ -1,15 +1,15 @@
-"""Language models by likelihood: multiple choice, and the task suite lm_eval.
+"""Language models by likelihood, and the task suite lm_eval.
 
 Axes: B batch, N tokens, D hidden, V vocabulary, T scored tokens.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
 
-from keras_moe._checks import check_integer, import_extra, unfit
+from keras_moe._checks import check_integer, import_extra
 
 # Lengths of batches are multiples of this, so that few programs are compiled.
 _MULTIPLE = 32
@@ -17,98 +17,8 @@ _MULTIPLE = 32
 _MOST_NEW = 256
 
 
-class MultipleChoiceResult(NamedTuple):
-    """How a language model answers questions by likelihood.
-
-    Attributes:
-        log_likelihoods: a list per question with that of each choice.
-        choices: int (questions,), index of the likeliest choice.
-        normalized_choices: the same for log-likelihoods divided by the choices' lengths
-            in characters, as `acc_norm` of lm_eval.
-        accuracy: share of right `choices`; None without answers.
-        normalized_accuracy: share of right `normalized_choices`; None without answers.
-    """
-
-    log_likelihoods: list[np.ndarray]
-    choices: np.ndarray
-    normalized_choices: np.ndarray
-    accuracy: float | None
-    normalized_accuracy: float | None
-
-
-def multiple_choice(
-    model: Any,
-    questions: Iterable[tuple[str, Sequence[str]]],
-    answers: Sequence[int] | None = None,
-    batch_size: int = 8,
-) -> MultipleChoiceResult:
-    """Answers questions by the likelihood of each choice after its question.
-
-    Args:
-        model: `keras_moe.models.CausalLM` with a tokenizer.
-        questions: (question, choices): texts; a choice follows its question after a
-            space.
-        answers: index of the right choice of each question, to compute accuracies.
-        batch_size: sequences per batch.
-
-    Reference: *Language Models are Few-Shot Learners*, section 2.4.
-
-    Example:
-
-    >>> from keras_moe import evaluation, models
-    >>> model = models.from_preset("moepp_lm_python")
-    >>> questions = [("If the key is not found, a KeyError is", ["raised", "dog"])]
-    >>> evaluation.multiple_choice(model, questions, answers=[0]).accuracy
-    1.0
-    """
-    questions = [_checked_question(question) for question in questions]
-    if not questions:
-        raise ValueError("Expected at least one question; received: none")
-    if answers is not None:
-        answers = _checked_answers(answers, questions)
-    pairs = [(q, f" {choice}") for q, choices in questions for choice in choices]
-    scores = [x for x, _ in continuation_log_likelihoods(model, pairs, batch_size)]
-    ends = np.cumsum([len(choices) for _, choices in questions])[:-1]
-    values = np.split(np.array(scores), ends)
-    lengths = [np.array([len(x) for x in choices]) for _, choices in questions]
-    own = np.array([x.argmax() for x in values])
-    normalized = np.array([(x / size).argmax() for x, size in zip(values, lengths)])
-    shares = (None, None)
-    if answers is not None:
-        shares = [float((x == answers).mean()) for x in (own, normalized)]
-    return MultipleChoiceResult(values, own, normalized, *shares)
-
-
-def _checked_question(question):
-    """A question and the list of its choices."""
-    try:
-        text, choices = question
-        # The letters of a text are no choices.
-        choices = [] if isinstance(choices, str) else list(choices)
-        fits = choices and all(isinstance(x, str) and x.strip() for x in choices)
-    except (TypeError, ValueError):
-        fits = False
-    if not fits or isinstance(question, str) or not isinstance(text, str):
-        raise ValueError(
-            "Expected (question, choices), a text and a list of at least one choice, "
-            f"none of them empty; received: {question!r:.200}"
-        )
-    return text, choices
-
-
-def _checked_answers(answers, questions):
-    """The answers as an array of an index for each question."""
-    answers = np.asarray(answers)
-    sizes = np.array([len(choices) for _, choices in questions])
-    fits = answers.shape == sizes.shape and answers.dtype.kind in "iu"
-    if not fits or not ((answers >= 0) & (answers < sizes)).all():
-        expected = f"the index of a choice for each of {len(questions)} questions"
-        raise unfit(expected, f"answers={answers.tolist()!r:.200}")
-    return answers
-
-
 def continuation_log_likelihoods(
-    model: Any, pairs: Iterable[tuple[str, str]], batch_size: int = 8
+    model: Any, pairs: Iterable[tuple[str, str]], batch_size: int = 32
 ) -> list[tuple[float, bool]]:
     """Log-likelihood of texts after others, and whether greedy decoding writes them.
 
@@ -226,7 +136,7 @@ class _Scorer:
         ]
 
 
-def lm_eval_model(model: Any, batch_size: int = 8) -> Any:
+def lm_eval_model(model: Any, batch_size: int = 32) -> Any:
     """Wraps a language model for EleutherAI's Language Model Evaluation Harness.
 
     Needs the extra `lm-eval`; its tasks download their data. The model is compiled to
@@ -247,8 +157,8 @@ def lm_eval_model(model: Any, batch_size: int = 8) -> Any:
     lm_eval.simple_evaluate(model, tasks=["arc_easy"])["results"]
     ```
     """
-    message = 'Expected the package lm_eval: pip install "keras-moe[lm-eval]"'
-    base = import_extra("lm_eval.api.model", message).LM
+    needs = ("Expected the package lm_eval", "lm-eval")
+    base = import_extra("lm_eval.api.model", *needs).LM
     scorer = _Scorer(model, batch_size)
     model.compile(sampler="greedy")
 

@@ -81,6 +81,7 @@ def retrieval(
     text_embeddings: ArrayLike,
     image_of_text: ArrayLike | None = None,
     ks: Sequence[int] | None = None,
+    *,
     chunk_size: int = CHUNK_SIZE,
     text_ids: ArrayLike | None = None,
 ) -> RetrievalResult:
@@ -136,7 +137,7 @@ def retrieval(
 def contrastive_accuracy(
     image_embeddings: ArrayLike,
     text_embeddings: ArrayLike,
-    batch_size: int = BATCH_SIZE,
+    contrastive_batch_size: int = BATCH_SIZE,
     image_ids: ArrayLike | None = None,
     text_ids: ArrayLike | None = None,
 ) -> ContrastiveAccuracyResult:
@@ -150,7 +151,7 @@ def contrastive_accuracy(
     Args:
         image_embeddings: (M, P), nonzero.
         text_embeddings: (M, P), of the same pairs.
-        batch_size: B, at most M.
+        contrastive_batch_size: B, at most M.
         image_ids: (M,) integers, equal for pairs that share an image; or None.
         text_ids: (M,) integers, equal for pairs that share a text; or None.
 
@@ -159,22 +160,22 @@ def contrastive_accuracy(
     >>> from keras_moe.evaluation import contrastive_accuracy
     >>> images = np.array([[1.0, 0.0], [0.0, 1.0]])
     >>> texts = np.array([[0.9, 0.1], [0.8, 0.6]])
-    >>> result = contrastive_accuracy(images, texts, batch_size=2)
+    >>> result = contrastive_accuracy(images, texts, contrastive_batch_size=2)
     >>> result.image_to_text, result.text_to_image
     (1.0, 0.5)
     """
     images = check_embeddings("image_embeddings", image_embeddings)
     texts = check_embeddings("text_embeddings", text_embeddings, images.shape[1])
-    check_integer("batch_size", batch_size)
-    if not len(images) == len(texts) >= batch_size:
-        expected = f"pairs, at least batch_size={batch_size} of them"
+    size = check_integer("contrastive_batch_size", contrastive_batch_size)
+    if not len(images) == len(texts) >= size:
+        expected = f"pairs, at least contrastive_batch_size={size} of them"
         raise unfit(expected, f"{len(images)} images and {len(texts)} texts")
     given = [ids for ids in (image_ids, text_ids) if ids is not None]
     ids = [_check_ids(x, len(images)) for x in given] or [np.arange(len(images))]
-    num_pairs = len(images) // batch_size * batch_size
+    num_pairs = len(images) // size * size
     hits = np.zeros(2, "int64")
-    for start in range(0, num_pairs, batch_size):
-        part = slice(start, start + batch_size)
+    for start in range(0, num_pairs, size):
+        part = slice(start, start + size)
         similarities = unit_vectors(images[part]) @ unit_vectors(texts[part]).T
         for direction, nearest in enumerate(
             (similarities.argmax(axis=1), similarities.argmax(axis=0))
@@ -182,7 +183,7 @@ def contrastive_accuracy(
             hit = [x[part][nearest] == x[part] for x in ids]
             hits[direction] += np.logical_or.reduce(hit).sum()
     to_text, to_image = (hits / num_pairs).tolist()
-    return ContrastiveAccuracyResult(to_text, to_image, batch_size, num_pairs)
+    return ContrastiveAccuracyResult(to_text, to_image, size, num_pairs)
 
 
 def _check_ids(ids, length):

@@ -52,7 +52,7 @@ class Experts(Layer):
     stores kernels as int8 with a scale per expert and output channel.
 
     Args:
-        num_experts: E.
+        num_experts: number E of experts.
         mlp_dim: H, hidden size of each expert.
         activation: `"gelu_tanh"` as in the JAX models, or any Keras activation.
         dropout: dropout rate after each layer (V-MoE's expert dropout).

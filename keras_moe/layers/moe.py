@@ -285,6 +285,7 @@ class MoE(Layer):
         num_slots = router.total_slots(competing) * num_tokens // competing
         per_token = router.experts_per_token(competing)
         experts = self.experts.cost((num_slots, dim))
+        experts = experts._replace(routed_flops=experts.flops)
         active = per_token * experts.active_parameters
         if in_place is not None:
             selected = router.num_selected_experts

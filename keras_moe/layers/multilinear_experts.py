@@ -240,7 +240,7 @@ class MultilinearExperts(Layer):
     a constant input 1, appended to the inputs.
 
     Args:
-        units: O.
+        units: width O of the output.
         num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
         factorization: `"cp"`, `"tr"` (tensor ring), `"tucker"`, or None for the full
             tensor, a dense mixture of linear experts.

@@ -140,7 +140,7 @@ class MuMoE(MuMoEBase):
     Entmax makes most coefficients zero. No capacity, dropping or auxiliary loss.
 
     Args:
-        units: O.
+        units: width O of the output.
         num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
         factorization: see `MultilinearExperts`.
         rank: see `MultilinearExperts`; `"match_dense"` also counts the gate.

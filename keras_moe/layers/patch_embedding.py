@@ -106,7 +106,7 @@ class PatchEmbedding(Layer):
     of another number of channels folded (`fold_channels`).
 
     Args:
-        hidden_dim: D.
+        hidden_dim: width D of tokens.
         patch_size: an int or (height, width).
         interpolation: interpolation of loaded weights, see `resize_patch_kernel`.
         padding: `"valid"`, or `"same"` to pad the image with zeros to whole patches.

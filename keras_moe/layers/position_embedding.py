@@ -24,11 +24,7 @@ INTERPOLATIONS = ("bilinear", "bicubic", "antialiased", "torch_bicubic")
 
 
 def sincos_table(grid: tuple[int, int], dim: int) -> np.ndarray:
-    """Fixed embeddings (rows x columns, D) of a grid of patches, row by row.
-
-    `[sin x, cos x, sin y, cos y]` with x the column, y the row, and frequencies
-    `10000^(-i / (D/4 - 1))`.
-    """
+    """Fixed embeddings (rows x columns, D) of a grid of patches, row by row."""
     if dim % 4 or dim < 8:
         raise unfit("a multiple of 4 of at least 8 for sine-cosine embeddings", dim=dim)
     omega = _sincos_frequencies(dim)
@@ -369,10 +365,8 @@ class RotaryEmbedding2D(Layer):
 
 
 def patch_places(grids: Tensor, count: int | Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and columns (B, N, 2) of patches in grids (B, 2), and these (B, 1, 2).
-
-    Padding, behind an image's last patch, lies at its first. All are float32.
-    """
+    """Rows and columns (B, N, 2) of patches in grids (B, 2), and these (B, 1, 2)."""
+    # Padding, behind an image's last patch, lies at its first.
     grids = ops.cast(grids, "int32")
     columns = grids[:, 1:]
     index = ops.expand_dims(ops.arange(count, dtype="int32"), 0)
@@ -383,11 +377,7 @@ def patch_places(grids: Tensor, count: int | Tensor) -> tuple[Tensor, Tensor]:
 
 @keras.saving.register_keras_serializable("keras_moe")
 class PatchMask(Layer):
-    """Which tokens (B, first + N) of images of any shape are no padding.
-
-    `first` tokens, such as a class token, come before the patches (B, N, ...), which
-    are padded behind the last of each image's grid (B, 2).
-    """
+    """Which tokens (B, first + N) of images of any shape are no padding."""
 
     def __init__(self, first: int = 0, **kwargs):
         super().__init__(autocast=False, **kwargs)

@@ -18,8 +18,8 @@ class TokenEmbedding(OwnValues, KeepsFrozen, keras.layers.Embedding):
     Ids are not checked here; `keras_moe.models.TextBackbone` checks them.
 
     Args:
-        vocabulary_size: V.
-        hidden_dim: D.
+        vocabulary_size: number V of token ids.
+        hidden_dim: width D of tokens.
         **kwargs: arguments of `keras.layers.Embedding`.
 
     Input shape: (B, N), integers from 0 to V - 1.
@@ -69,8 +69,8 @@ class ReversibleTokenEmbedding(
     """Token embeddings that also turn tokens into logits, with `reverse=True`.
 
     Args:
-        vocabulary_size: V.
-        hidden_dim: D.
+        vocabulary_size: number V of token ids.
+        hidden_dim: width D of tokens.
         tied: whether the logits' matrix is that of the embeddings.
         **kwargs: arguments of `keras.layers.Layer`.
 

@@ -40,7 +40,7 @@ class TowerConfig:
     """Encoder arguments shared by all backbones.
 
     Args:
-        hidden_dim: D.
+        hidden_dim: width D of tokens.
         num_layers: number of blocks.
         mlp_dim: H of the dense feed-forward layers.
         activation: activation of the feed-forward layers.

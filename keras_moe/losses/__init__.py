@@ -18,7 +18,6 @@ from keras_moe.losses.contrastive import (
     SigmoidContrastiveLoss,
     SoftmaxContrastiveLoss,
     Temperature,
-    count_duplicate_pairs,
     sigmoid_contrastive_loss,
     softmax_contrastive_loss,
 )
@@ -50,7 +49,6 @@ __all__ = [
     "SoftmaxContrastiveLoss",
     "SparseSigmoidCrossentropy",
     "Temperature",
-    "count_duplicate_pairs",
     "get",
     "global_entropy_loss",
     "heterogeneous_balance_loss",

@@ -25,17 +25,13 @@ NEVER = -1e30
 
 
 class Pairs(NamedTuple):
-    """Unit vectors, float32 (B, D), and weights of pairs, float32 (B,).
-
-    `counted` is float32 (B,), 0 for pairs of weight 0; positives have an equal key in
-    one of the `keys`, int (B,).
-    """
+    """Unit vectors, float32 (B, D), and weights of pairs, float32 (B,)."""
 
     images: Tensor
     texts: Tensor
     weights: Tensor
-    counted: Tensor
-    keys: tuple[Tensor, ...]
+    counted: Tensor  # float32 (B,), 0 for pairs of weight 0
+    keys: tuple[Tensor, ...]  # int (B,); positives have one that is equal
 
 
 def check_similarity(similarity_dtype: str, chunk_size: int | None) -> int | None:

@@ -31,15 +31,11 @@ LOCAL = ("local_entropy", "target_entropy", "merged_entropy")
 
 
 class _Function(NamedTuple):
-    """A loss `compute(routing, router, mask, modality_ids, **options)`, (G,).
-
-    `options` has its options and their defaults, and `reads` what else it needs of a
-    router: `"selected"` (K) or `"noise"`.
-    """
+    """A loss `compute(routing, router, mask, modality_ids, **options)`, (G,)."""
 
     compute: Callable[..., Tensor]
     options: dict[str, object] = {}
-    reads: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()  # of a router: "selected" (K) or "noise"
 
 
 def _load(routing, router, mask):
@@ -292,6 +288,7 @@ def _of_member(routing, router, mask, modality_ids, member):
 def limoe_losses(
     thresholds: dict[str, float | None],
     local_loss: str = "local_entropy",
+    *,
     local_modalities: Iterable[str] = ("text",),
     classic: Iterable[str] = CLASSIC,
     modalities: Iterable[str] = ("image", "text"),

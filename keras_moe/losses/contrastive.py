@@ -3,7 +3,6 @@
 Axes: B pairs, D embedding.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -395,32 +394,3 @@ class LogScaleBound(keras.constraints.Constraint):
 
     def get_config(self):
         return {"largest_scale": self.largest_scale}
-
-
-def count_duplicate_pairs(
-    image_ids: Tensor | None = None,
-    text_ids: Tensor | None = None,
-    sample_weight: Tensor | None = None,
-) -> Tensor:
-    """The number of pairs that share their image or caption with another pair.
-
-    A contrastive loss without `multi_positive` takes these for negatives.
-
-    Args:
-        image_ids: int (B,), equal for pairs with the same image; None if unknown.
-        text_ids: int (B,), equal for pairs with the same caption; None if unknown.
-        sample_weight: float (B,), 0 for padding, which does not count.
-
-    Example:
-
-    >>> from keras_moe.losses import count_duplicate_pairs
-    >>> int(count_duplicate_pairs(np.array([4, 9, 4, 2]), np.array([0, 1, 1, 3])))
-    3
-    """
-    ids = [ops.convert_to_tensor(x) for x in (image_ids, text_ids) if x is not None]
-    counted = ops.ones_like(ids[0], dtype="int32")
-    if sample_weight is not None:
-        counted = ops.cast(ops.convert_to_tensor(sample_weight) > 0, "int32")
-    number = [ops.sum(positives([x], [x]) * counted, axis=1) for x in ids]
-    duplicate = functools.reduce(ops.maximum, number) > 1
-    return ops.sum(ops.cast(duplicate, "int32") * counted)

@@ -245,7 +245,7 @@ def mutual_information_loss(
     Args:
         logits: float32 (G, S, E), without noise.
         modality_ids: int (G, S), modalities from 0 to M - 1; other ids do not count.
-        num_modalities: M.
+        num_modalities: number M of modalities.
 
     Returns: float32 (G,), at least -log M: `mean_m H(p_m) - H(mean_m p_m)` with p_m the
     mean of `softmax(logits)` over the tokens of modality m. Means are over the

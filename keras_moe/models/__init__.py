@@ -26,7 +26,6 @@ from keras_moe.models.backbones.tower import Tower, TowerOutputs, image_tower
 from keras_moe.models.backbones.vit import ViTBackbone
 from keras_moe.models.base.model_card import CardResult, ModelCard, upload
 from keras_moe.models.conversion import ConversionReport, ConvertedWeight
-from keras_moe.models.conversion.keras_hub_experts import replace_moe
 from keras_moe.models.export import export_weights
 from keras_moe.models.loading.blueprint import Blueprint, Description, Part, resolve
 from keras_moe.models.preprocessing.images import ImagePreprocessor
@@ -104,7 +103,6 @@ __all__ = [
     "register_backbone",
     "register_presets",
     "register_task",
-    "replace_moe",
     "resolve",
     "upload",
 ]

@@ -1,10 +1,10 @@
 """Creates models by name: from presets, folders or published weights."""
 
 import fnmatch
-from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias, overload
 
 from keras_moe._compat import kept_random_states
+from keras_moe._types import OnProgress
 from keras_moe.models import registry
 from keras_moe.models.conversion import ConversionReport, check_convertible
 from keras_moe.models.loading.blueprint import Description, build, resolve
@@ -131,7 +131,7 @@ def convert(
     source: object,
     task: str | None = None,
     load_weights: bool = True,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: OnProgress | None = None,
     tower: str | None = None,
     **overrides,
 ) -> tuple["Model", ConversionReport]:
@@ -203,7 +203,9 @@ def describe(preset: object, load_weights: bool = True, **overrides) -> Descript
 
     Returns:
         A `Description` with `parameters`, `active_parameters` (used by one token) and
-        `gflops` per image, in total and for each of its `parts`.
+        `gflops` per image, in total and for each of its `parts`; with `routed_share` of
+        the FLOPs, K (`selected_experts`), `tokens_per_expert` and `parameter_ratio`,
+        and `findings()` on what the literature says of these.
 
     Example:
 

@@ -299,10 +299,10 @@ class Variant(NamedTuple):
     """A published encoder size.
 
     Attributes:
-        hidden_dim: D.
+        hidden_dim: width D of tokens.
         num_layers: number of blocks.
         num_heads: number of attention heads; None for a Mixer.
-        mlp_dim: H.
+        mlp_dim: hidden width H of an MLP.
         source: table or file that the row comes from.
         token_mlp_dim: H of a Mixer's token MLPs.
     """

@@ -65,11 +65,8 @@ def has_float16_attention() -> bool:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Tensor:
-    """`softmax(scale * query key^T) value` per head: (B, N, h, d) from (B, M, h, d).
-
-    A boolean mask broadcasts to (B, h, N, M). `torch.compile` cannot read Keras's form,
-    which keeps more than it needs on TPUs.
-    """
+    """`softmax(scale * query key^T) value` per head: (B, N, h, d) from (B, M, h, d)."""
+    # `torch.compile` cannot read Keras's form, which keeps more than needed on TPUs.
     if not has_own_attention(query):
         return attend_reference(query, key, value, scale, mask)
     query, key, value = map(ops.convert_to_tensor, (query, key, value))
@@ -112,13 +109,7 @@ def linear_reference(
 def standardize(
     x: Tensor, axes: tuple[int, ...], epsilon: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`y = (x - mean) / sqrt(variance + epsilon)`, mean and variance over some axes.
-
-    Only entries of the `mask` count for these. The gradient keeps y, and not x. With
-    s = 1 / sqrt(variance + epsilon) and means over the same axes, it is
-
-        dx = s (dy - mean(dy) - y mean(dy y)).
-    """
+    """`y = (x - mean) / sqrt(variance + epsilon)`, its mean and variance over axes."""
 
     def forward(x, *mask):
         mean = _mean(x, axes, *mask)
@@ -128,6 +119,7 @@ def standardize(
         y = centred * ops.rsqrt(variance + epsilon)
         return (y, mean, variance), (y, variance, *mask)
 
+    # With s = 1 / sqrt(variance + epsilon): dx = s (dy - mean(dy) - y mean(dy y)).
     def backward(residuals, upstream, mean_upstream, variance_upstream):
         y, variance, *mask = residuals
         scale = ops.rsqrt(variance + epsilon)

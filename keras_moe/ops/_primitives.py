@@ -16,13 +16,10 @@ _TINY = 1.1754944e-38
 
 
 def custom_gradient(forward: Callable, backward: Callable, *inputs: Tensor) -> Any:
-    """`forward(*inputs)[0]`, differentiated by `backward`.
-
-    `forward` returns `(outputs, residuals)`, and `backward(residuals, *upstream)` one
-    gradient or None for each input; it closes over no tensor. The functions of the same
-    name in Keras keep too much: on PyTorch all inputs, and outputs until the garbage
-    collector runs, and on TensorFlow every graph, for ever.
-    """
+    """The outputs of `forward`, differentiated by `backward(residuals, *upstream)`."""
+    # `forward` returns both, and `backward` closes over no tensor. Keras's own keep too
+    # much: on PyTorch all inputs, and outputs until garbage is collected, and on
+    # TensorFlow every graph, for ever.
     inputs = tuple(ops.convert_to_tensor(x) for x in inputs)
     backend = keras.backend.backend()
     if backend == "torch":
@@ -97,6 +94,15 @@ def _reduce(reduce, x, axis, keepdims):
     # Some backends refuse empty tensors. Their sum has the right shape.
     reduce = ops.sum if 0 in tuple(x.shape) else reduce
     return reduce(x, axis=axis, keepdims=keepdims)
+
+
+def argmax(x: Tensor) -> Tensor:
+    """The first index of the largest value in the last axis, int32 (..., 1)."""
+    if keras.backend.backend() != "tensorflow":
+        return ops.cast(ops.argmax(x, axis=-1, keepdims=True), "int32")
+    from keras_moe._backends import tensorflow
+
+    return tensorflow.argmax(x)
 
 
 def take(table: Tensor, rows: Tensor) -> Tensor:

@@ -14,10 +14,7 @@ from keras_moe.ops._primitives import custom_gradient, take
 
 
 def gather_rows(table: Tensor, rows: Tensor, readers: Tensor) -> Tensor:
-    """`table[rows]` (R, D), and zeros where `rows` is -1.
-
-    `readers` (M, K) are the result's rows that read each row of the table, or -1.
-    """
+    """`table[rows]` (R, D), zeros for -1; `readers` (M, K) are who reads each row."""
     kernels = _kernels(table)
     if kernels is not None:
         return kernels.gather_rows(table, rows, readers)
@@ -27,10 +24,7 @@ def gather_rows(table: Tensor, rows: Tensor, readers: Tensor) -> Tensor:
 def combine_rows(
     table: Tensor, weights: Tensor, rows: Tensor, readers: Tensor
 ) -> Tensor:
-    """`sum over k of weights[:, k] * table[rows[:, k]]`, float32 (T, D).
-
-    `weights`, `rows` are (T, K); `readers` (M,) is each table row's token, or -1.
-    """
+    """`sum over k of weights[:, k] * table[rows[:, k]]`; `readers` (M,) are tokens."""
     kernels = _kernels(table)
     if kernels is not None:
         return kernels.combine_rows(table, weights, rows, readers)
@@ -102,10 +96,7 @@ def _rows_or_zeros(table, rows):
 
 
 def gather_slots(tokens: Tensor, owners: Tensor) -> Tensor:
-    """The token (G, N, D) of each slot, zeros where `owners` (G, N) is -1.
-
-    A token may be in the slots of all experts: the gradient is `add_slots`.
-    """
+    """The token (G, N, D) of each slot, zeros where `owners` (G, N) is -1."""
     if not _has_slot_kernel(tokens, owners):
         return _gather_slots(tokens, owners)
     num_tokens = tokens.shape[1]

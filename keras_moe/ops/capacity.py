@@ -24,6 +24,7 @@ def expert_capacity(
     num_experts: int,
     capacity_factor: float,
     num_selected_experts: int = 1,
+    *,
     rounding: str = "ceil",
     multiple_of: int | None = None,
 ) -> Size:
@@ -68,6 +69,7 @@ def heterogeneous_capacity(
     tau: float,
     capacity_factor: float,
     num_selected_experts: int = 1,
+    *,
     rounding: str = "ceil",
     multiple_of: int | None = None,
 ) -> tuple[Size, Size | None]:
@@ -106,8 +108,8 @@ def heterogeneous_capacity(
             expert_types.ffn,
             capacity_factor,
             num_selected_experts,
-            rounding,
-            multiple_of,
+            rounding=rounding,
+            multiple_of=multiple_of,
         )
         return capacity, None
     exact_tau = Fraction(float(tau))

@@ -9,6 +9,7 @@ class _Cost(NamedTuple):
     parameters: int
     active_parameters: int
     flops: int
+    routed_flops: int
 
 
 class Cost(_Cost):
@@ -19,22 +20,27 @@ class Cost(_Cost):
         active_parameters: number of parameters that a token uses, on average; by
             default all.
         flops: FLOPs of the forward pass's matmuls, 2 for each multiply-add.
+        routed_flops: those of experts, for the tokens routed to them.
 
     Example:
 
     >>> from keras_moe.ops import Cost
     >>> Cost(parameters=10, active_parameters=5) + Cost(1, flops=8)
-    Cost(parameters=11, active_parameters=6, flops=8)
+    Cost(parameters=11, active_parameters=6, flops=8, routed_flops=0)
     """
 
     __slots__ = ()
 
     def __new__(
-        cls, parameters: int = 0, active_parameters: int | None = None, flops: int = 0
+        cls,
+        parameters: int = 0,
+        active_parameters: int | None = None,
+        flops: int = 0,
+        routed_flops: int = 0,
     ):
         if active_parameters is None:
             active_parameters = parameters
-        return super().__new__(cls, parameters, active_parameters, flops)
+        return super().__new__(cls, parameters, active_parameters, flops, routed_flops)
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(*(mine + theirs for mine, theirs in zip(self, other)))

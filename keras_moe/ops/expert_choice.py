@@ -18,6 +18,7 @@ def expert_choice(
     gates: Tensor,
     capacity: Size,
     mask: Tensor | None = None,
+    *,
     normalize_gates: str | None = None,
     filled_slots: Tensor | None = None,
 ) -> SlotPlan:

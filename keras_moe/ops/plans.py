@@ -488,12 +488,9 @@ Plan: TypeAlias = (
 
 
 def in_tiles(plan: Plan) -> Plan:
-    """The plan with empty slots up to a multiple of 8, a tile of TPUs' memory.
-
-    Without them, TPUs copy the slots more often around each all-to-all. Where they
-    would be more than an eighth, the plan stays as it is, as do rows. Results are the
-    same but for dropout within experts, which draws a mask for all slots.
-    """
+    """The plan with empty slots up to a multiple of 8, a tile of TPUs' memory."""
+    # Without them, TPUs copy the slots more often around each all-to-all. Where they
+    # would be more than an eighth, the plan stays as it is.
     if isinstance(plan, HeterogeneousPlan):
         return plan._replace(plan=in_tiles(plan.plan))
     if not isinstance(plan, RoutingPlan | SlotPlan):

@@ -37,6 +37,7 @@ def sparse_transport(
     side: str = "expert",
     max_nonzeros: Size | None = None,
     solver: str = "newton",
+    *,
     iterations: int | None = None,
     learning_rate: float = 0.01,
     mask: Tensor | None = None,
@@ -291,20 +292,13 @@ def _steps(step, state, count, shrink):
     return ops.fori_loop(0, count, body, state)
 
 
+# Over potentials a_s, offsets o_e and levels t_e >= 0, with b = S / E,
+#     sum_e [b o_e + C t_e + sum_s (relu(U_se + a_s - o_e)^2 / 2 - t_e)_+] - sum_s a_s
+# where (.)_+ becomes a softplus of width w. Given the 2E numbers o and t, each token's
+# a_s is a problem by itself: a Newton step eliminates it, and the curvature of the rest
+# is that of a sample of the tokens.
 class ExpertDual:
-    """The smoothed dual of the expert side, as Newton's method minimises it.
-
-    Over potentials a_s, offsets o_e and levels t_e >= 0, with b = S / E,
-
-        sum_e [b o_e + C t_e + sum_s (relu(U_se + a_s - o_e)^2 / 2 - t_e)_+] - sum_s a_s
-
-    where (.)_+ becomes a softplus of width w. Given the 2E numbers o and t, each
-    token's a_s is a problem by itself: a Newton step eliminates it, and the curvature
-    of the rest is that of a sample of the tokens.
-
-    `values` U is (G, E, S), `mass` b (G, 1, 1), `target` (G, 1, S) 1, and 0 for masked
-    tokens.
-    """
+    """The smoothed dual of values U (G, E, S), mass b (G, 1, 1), target (G, 1, S)."""
 
     def __init__(self, values, mass, target, max_nonzeros):
         num_experts, num_tokens = ops.shape(values)[1:]

@@ -18,6 +18,7 @@ from keras_moe._checks import (
 )
 from keras_moe._types import Size, Tensor
 from keras_moe.ops._primitives import (
+    argmax,
     max_along,
     scatter,
     searchsorted,
@@ -45,6 +46,7 @@ def token_choice(
     capacity: Size,
     priority: str | Tensor = "first_come",
     mask: Tensor | None = None,
+    *,
     normalize_gates: str | None = None,
     in_place_experts: int = 0,
     in_place_capacity: Size | None = None,
@@ -137,11 +139,8 @@ def fill_slots(
     num_slotted: Size,
     capacity: Size,
 ) -> tuple[Tensor, Tensor]:
-    """The token in each slot (G, E, C), and each choice's place in its queue (G, S, K).
-
-    Queues go by choice, then by `rank` (G, S) if it is not None, then by token. The
-    first experts have slots; `experts` are int32 (G, S, K).
-    """
+    """The token in each slot (G, E, C), and each choice's place in its queue."""
+    # Queues go by choice, then by `rank` (G, S), then by token.
     order = None if rank is None else ops.cast(ops.argsort(rank, axis=-1), "int32")
     queues = _sorted_queues(experts, order, num_experts)
     slot_tokens = _tokens_of_slots(queues, num_slotted, capacity)
@@ -154,19 +153,15 @@ def fill_slots(
 
 
 class _Queues(NamedTuple):
-    """The choices of all groups, sorted by group, expert, choice and priority.
+    """The choices of all groups, sorted by group, expert, choice and priority."""
 
-    `keys` are int32 (G x S x K), ((group * queues + expert) * K + choice) * S +
-    position, which is that of the token in the `order` of its group, (G, S) or None;
-    `starts` int32 (G x queues), the first key of each queue; `num_queues` of a group,
-    one for each expert and one for choices that are not routed; `shape` (G, S, K).
-    """
-
+    # int32 (G x S x K): ((group * queues + expert) * K + choice) * S + position, which
+    # is that of the token in the `order` (G, S) of its group.
     keys: Tensor
-    starts: Tensor
+    starts: Tensor  # int32 (G x queues), the first key of each queue
     order: Tensor | None
-    num_queues: Tensor
-    shape: tuple
+    num_queues: Tensor  # one for each expert, and one for what is not routed
+    shape: tuple  # (G, S, K)
 
 
 def _sorted_queues(experts, order, num_queues):
@@ -221,6 +216,7 @@ def dropless_token_choice(
     gates: Tensor,
     num_selected_experts: int,
     mask: Tensor | None = None,
+    *,
     normalize_gates: str | None = None,
     in_place_experts: int = 0,
     available: Tensor | None = None,
@@ -350,7 +346,7 @@ def top_experts(affinity, gates, num_selected_experts):
     rest = ops.maximum(ops.stop_gradient(affinity), -3e38)
     experts, weights = [], []
     for k in range(num_selected_experts):
-        expert = ops.cast(ops.argmax(rest, axis=-1, keepdims=True), "int32")
+        expert = argmax(rest)
         taken = expert == index
         experts.append(expert)
         weights.append(ops.sum(ops.where(taken, gates, 0.0), axis=-1, keepdims=True))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from keras_moe._batches import array_length, read_batches
+from keras_moe._batches import array_length, read_batches, stratified
 from keras_moe._checks import fits_shape, unfit
 from keras_moe._processes import predict_batch
 from keras_moe.ops import Routing
@@ -16,6 +16,8 @@ from keras_moe.report.section import Batch
 CAPTIONS = "captions"
 # Examples of arrays that are prepared at a time.
 _AT_ONCE = 256
+# Examples among which some are drawn, at most, if the data may be endless.
+_MOST_SEEN = 100_000
 # Prepared images are in [-1, 1], or standardised and a few times as large; images in
 # 0..255 are far beyond this.
 _FAR = 32.0
@@ -173,29 +175,65 @@ def _check_range(images, preprocessor):
     )
 
 
+class Drawn(NamedTuple):
+    """Which of `total` examples to read: those of sorted `numbers`; None for all."""
+
+    numbers: np.ndarray | None
+    total: int
+
+
+def draw_examples(
+    model: ReportedModel, data: Any, number: int | None, seed: int
+) -> Drawn | None:
+    """Draws examples, of all classes alike; None to take those that come first."""
+    if number is None or isinstance(data, Iterator):
+        # An iterator can be read only once.
+        return None
+    _, length = read_batches(data, _AT_ONCE, "arrays", may_be_endless=True)
+    if hasattr(data, "cardinality") and int(data.cardinality()) == -1:
+        # It never ends.
+        return None
+    most = None if length is not None else max(_MOST_SEEN, number)
+    labels, total = [], 0
+    for examples in _all_examples(data, model, _AT_ONCE):
+        own = examples.labels
+        labels.append(np.full(examples.size, -1) if own is None else own)
+        total += examples.size
+        if most is not None and total >= most:
+            break
+    if total <= number:
+        return Drawn(None, total)
+    return Drawn(stratified(np.concatenate(labels), number, seed), total)
+
+
 def routed_batches(
     model: ReportedModel,
     data: object,
     batch_size: int = 32,
     max_examples: int | None = None,
+    numbers: np.ndarray | None = None,
 ) -> Iterator[Batch]:
-    """Yields the batches of data, each with the model's routing."""
+    """Yields the batches of data, or of some examples, with the model's routing."""
     keras_model = model.keras_model
     records = keras.Model(keras_model.input, _symbols(keras_model))
     start = 0
-    for examples in _sized(data, model, batch_size, max_examples):
+    for examples in _sized(data, model, batch_size, max_examples, numbers):
         yield _routed(model, examples, predict_batch(records, examples.inputs), start)
         start += examples.size
     if not start:
         raise ValueError("Expected at least one example; received: none")
 
 
-def _sized(data, model, batch_size, left):
+def _sized(data, model, batch_size, left, numbers=None):
     """Rebatches examples to the batch size; the last batch may be smaller."""
-    waiting = None
+    waiting, start = None, 0
     # A multiple of the batch size, and not too few examples.
     at_once = batch_size * max(_AT_ONCE // batch_size, 1)
     for examples in _all_examples(data, model, at_once):
+        if numbers is not None:
+            first, last = np.searchsorted(numbers, [start, start + examples.size])
+            start += examples.size
+            examples = examples.rows(numbers[first:last] - start + examples.size)
         if left is not None:
             examples = examples.rows(slice(left))
             left -= examples.size

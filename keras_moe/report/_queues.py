@@ -183,8 +183,8 @@ class LayerQueues:
                 router.tau,
                 factor,
                 selected,
-                router.capacity_rounding,
-                multiple_of,
+                rounding=router.capacity_rounding,
+                multiple_of=multiple_of,
             )
         except ValueError:
             # A single example is too small a group for this factor.

@@ -24,7 +24,7 @@ class Batch(NamedTuple):
     """A batch of examples with the model's routing, as NumPy arrays.
 
     Attributes:
-        start: number of its first example in the data.
+        start: number of its first example among those that are read.
         images: float32 (B, height, width, channels) in [-1, 1], or None.
         captions: B untrusted texts, to be escaped, or None.
         words: strings of each caption's N tokens, `""` for padding, or None.
@@ -97,6 +97,8 @@ class Options(NamedTuple):
         capacities: capacity factors at which dropped tokens are shown.
         seed: seed of random examples and of groups that queue together.
         examples: numbers of examples to show, counted from 0; None for random ones.
+        training_batch_size: examples of a training step, to count its tokens per
+            expert; None for those of an example.
     """
 
     num_examples: int = 6
@@ -104,6 +106,7 @@ class Options(NamedTuple):
     capacities: tuple[float, ...] = (1.0, 0.5, 0.25)
     seed: int = 0
     examples: tuple[int, ...] | None = None
+    training_batch_size: int | None = None
 
 
 class Figure(NamedTuple):

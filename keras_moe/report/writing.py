@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from keras_moe._batches import array_length, is_arrays
+from keras_moe._batches import array_length, is_arrays, progress_bar
 from keras_moe._checks import check_integer, import_extra, unfit
 from keras_moe._files import (
     is_plain_file,
@@ -26,7 +26,7 @@ from keras_moe._types import KerasModel
 from keras_moe._version import __version__
 from keras_moe.analysis.plots._figure import figure_svg, write_figure
 from keras_moe.evaluation.retrieval import retrieval
-from keras_moe.report._data import routed_batches
+from keras_moe.report._data import draw_examples, routed_batches
 from keras_moe.report._queues import ShuffledBatches, whole_groups
 from keras_moe.report.model import reported_model
 from keras_moe.report.section import (
@@ -62,7 +62,7 @@ class Report(NamedTuple):
         pictures: paths of its figures as PNG files, in reading order; for images the
             first one, `experts.png`, is what each expert looks at.
         findings: findings in plain words, as on the page.
-        num_examples: number of examples read.
+        num_examples: number of examples reported on.
     """
 
     page: Path
@@ -89,7 +89,7 @@ def write_report(
 ) -> Report:
     """Writes a page on what the experts of a model do with data.
 
-    The page is a single offline HTML file. Data is read once, batch by batch.
+    The page is a single offline HTML file. Data is read batch by batch.
 
     Args:
         model: backbone or task with experts.
@@ -102,14 +102,16 @@ def write_report(
         name: model name for the title; None for the model's own.
         class_names: names of the labels' classes; None for the preprocessor's.
         batch_size: examples per batch; may change to keep training groups whole.
-        max_examples: number of examples to read; None for all.
+        max_examples: number of examples to report on; None for all. They are drawn by
+            the options' seed, of all classes alike, which reads the data twice. Of
+            iterators and endless data, they are the first ones.
         sections: in reading order; None for `keras_moe.report.sections.SECTIONS`. Those
             that do not fit the model are left out.
         options: options of the sections; None for `Options()`.
         command: command that made the report, to show on the page.
         credit: owners and licence of the pictures, to show on the page; see
             `keras_moe.data.credit`.
-        verbose: whether to show a progress bar.
+        verbose: see `keras_moe.evaluation.extract_features`.
 
     Raises:
         OSError: if the report cannot be written; an older one stays untouched.
@@ -136,7 +138,10 @@ def write_report(
     reported = reported_model(model, name, class_names)
     own = [x(reported, options) for x in sections or SECTIONS if x.fits(reported)]
     _check_distinct("anchors of sections", [section.anchor for section in own])
-    count, score = _read(reported, data, own, batch_size, max_examples, verbose)
+    drawn = draw_examples(reported, data, max_examples, options.seed)
+    numbers = None if drawn is None else drawn.numbers
+    seen = _read(reported, data, own, batch_size, max_examples, verbose, numbers)
+    count, score, labels = seen
     check_examples(options.examples, count)
     contents = [(section, section.finish()) for section in own]
     findings = [finding for _, content in contents for finding in content.findings]
@@ -149,9 +154,17 @@ def write_report(
     pictures = [*[FRONT][: len(fronts)], *pictures]
     _check_distinct("names of figures", pictures)
     experts = sorted({block.num_experts for block in reported.blocks.values()})
+    part, read = "", f"{count:,}"
+    if drawn is not None and drawn.numbers is not None:
+        part = f"{count:,} of {drawn.total:,}"
+        read = f"{part}, drawn with seed {options.seed}"
+    elif drawn is None and count == max_examples:
+        part = read = f"the first {count:,}"
+    known = len(reported.class_names or ())
     facts = {
-        **score,
-        "examples": f"{count:,}",
+        **{f"{x} on {part}" if part else x: y for x, y in score.items()},
+        "examples": read,
+        **({"classes": f"{labels} of {known}" if known else labels} if labels else {}),
         "layers with experts": len(reported.by_layer()),
         "experts in a layer": " or ".join(map(str, experts)),
         "backend": f"{keras.backend.backend()}, Keras {keras.__version__}",
@@ -160,6 +173,8 @@ def write_report(
     values = {
         "name": reported.name,
         "examples": count,
+        "examples_in_data": drawn.total if drawn else count,
+        "classes": labels,
         "score": score,
         "pictures": pictures,
         "findings": [finding._asdict() for finding in findings],
@@ -177,22 +192,26 @@ def write_report(
     return Report(folder / PAGE, folder / DATA, paths, findings, count)
 
 
-def _read(model, data, sections, batch_size, max_examples, verbose):
-    """Reads the data once, in order and in random groups; its number, and the score."""
+def _read(model, data, sections, batch_size, max_examples, verbose, numbers):
+    """Reads data in order and in random groups; returns counts and the score."""
     # Keeps training groups whole, so that tokens compete as in training.
     at_once = whole_groups(model, check_integer("batch_size", batch_size))
     shuffled = ShuffledBatches(model, at_once, sections[0].options.seed)
-    bar = keras.utils.Progbar(max_examples, verbose=bool(verbose), unit_name="example")
-    count, score = 0, _Score()
-    for batch in routed_batches(model, data, at_once, max_examples):
+    bar = progress_bar(max_examples, verbose, "example")
+    count, score, labels = 0, _Score(), set()
+    for batch in routed_batches(model, data, at_once, max_examples, numbers):
         for section in sections:
             section.update(batch)
         _update_queues(sections, shuffled.add(batch))
         score.update(batch)
+        if batch.labels is not None:
+            labels.update(batch.labels[batch.labels >= 0].tolist())
         count += batch.size
         bar.update(count)
+    if count < max_examples:
+        bar.update(count, finalize=True)
     _update_queues(sections, shuffled.rest())
-    return count, score.facts()
+    return count, score.facts(), len(labels)
 
 
 class _Score:
@@ -337,8 +356,7 @@ def _leave_out(sections, excess):
 
 def import_jinja2() -> ModuleType:
     """Imports Jinja2, which the page needs."""
-    needs = "Reports need Jinja2 and matplotlib: pip install 'keras-moe[report]'"
-    return import_extra("jinja2", needs)
+    return import_extra("jinja2", "Reports need Jinja2 and matplotlib", "report")
 
 
 def _cell_text(cell):

@@ -24,7 +24,7 @@ class ExpertChoiceRouter(SparseRouter):
     experts or by none. Groups are single examples at inference.
 
     Args:
-        num_experts: E.
+        num_experts: number E of experts.
         num_selected_experts: K in the capacity C = S K c / E; 1 in the papers.
         **kwargs: arguments of `SparseRouter`. `capacity_factor` is 1.0 by default. With
             a fixed `capacity`, set `eval_capacity` too, since an example is smaller
@@ -79,9 +79,9 @@ class ExpertChoiceRouter(SparseRouter):
             filled_slots = self.group_capacity(real, training)
 
         def allocate(affinity, gates, mask, filled_slots):
-            return expert_choice(
-                affinity, gates, capacity, mask, self.normalize_gates, filled_slots
-            )
+            options = {"normalize_gates": self.normalize_gates}
+            options["filled_slots"] = filled_slots
+            return expert_choice(affinity, gates, capacity, mask, **options)
 
         return vmap_groups(allocate, affinity, gates, mask, filled_slots)
 

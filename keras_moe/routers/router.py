@@ -34,7 +34,7 @@ class Router(KeepsFrozen, keras.layers.Layer):
     losses need.
 
     Args:
-        num_experts: E.
+        num_experts: number E of experts.
         noise_std: standard deviation of the training noise; see the subclass.
         seed: seed of the noise; None draws one from Keras's global seed.
         **kwargs: arguments of `keras.layers.Layer`; `dtype` is always float32.

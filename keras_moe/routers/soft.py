@@ -32,7 +32,7 @@ class SoftRouter(Router):
     slots combines their outputs.
 
     Args:
-        num_experts: E.
+        num_experts: number E of experts.
         num_slots: C, slots per expert.
         capacity_factor: c in C = S K c / E, instead of `num_slots`; 1.0 by default.
         num_selected_experts: K in the capacity; 1 in the papers.

@@ -42,7 +42,7 @@ class SparseRouter(Router):
     `max_nonzeros`, and may override `logits`.
 
     Args:
-        num_experts: E.
+        num_experts: number E of experts.
         num_selected_experts: K in the capacity.
         affinity: `"softmax"`, `"sinkhorn"` or `"sparsity_constrained"`, or an
             `Affinity` such as `SinkhornAffinity(iterations=50)`.

@@ -49,7 +49,7 @@ class TokenChoiceRouter(SparseRouter):
     `evaluation="official"` for the papers' evaluation with a limited capacity.
 
     Args:
-        num_experts: E.
+        num_experts: number E of experts.
         num_selected_experts: K, experts per token.
         dropless: whether training has no capacity limit either.
         priority: order in which tokens fill the capacity: `"first_come"`; `"max_gate"`
@@ -336,7 +336,7 @@ class TokenChoiceRouter(SparseRouter):
                 gates,
                 self.num_selected_experts,
                 mask,
-                self.normalize_gates,
+                normalize_gates=self.normalize_gates,
                 choices=choices,
                 **arguments,
             )

@@ -48,6 +48,7 @@ from keras_moe.training.sections import (
     TextData,
 )
 from keras_moe.training.text_objectives import Contrastive, NextToken
+from keras_moe.training.twin_runs import Twin, Twins, twins
 from keras_moe.training.upcycling import UpcyclingReport, upcycle
 
 __all__ = [
@@ -81,6 +82,8 @@ __all__ = [
     "Soup",
     "TextData",
     "Training",
+    "Twin",
+    "Twins",
     "UpcyclingReport",
     "UsageRecorder",
     "ViTGAdafactor",
@@ -98,6 +101,7 @@ __all__ = [
     "run_lock",
     "save_checkpoint",
     "train",
+    "twins",
     "upcycle",
 ]
 __dir__ = __all__.copy

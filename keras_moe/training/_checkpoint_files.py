@@ -163,7 +163,8 @@ def _orbax():
     return import_extra(
         "orbax.checkpoint",
         "Expected the package orbax-checkpoint, for checkpoints of several processes "
-        'and in remote folders; install it with pip install "keras-moe[orbax]"',
+        "and in remote folders",
+        "orbax",
     )
 
 

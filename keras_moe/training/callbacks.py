@@ -205,8 +205,8 @@ class EventFile:
 def import_tensorboardx():
     return import_extra(
         "tensorboardX",
-        "Expected the package tensorboardX, which writes TensorBoard's files; "
-        'install it with pip install "keras_moe[tensorboard]"',
+        "Expected the package tensorboardX, which writes TensorBoard's files",
+        "tensorboard",
     )
 
 

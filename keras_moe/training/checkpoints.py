@@ -82,6 +82,7 @@ def save_checkpoint(
     step: int,
     groups: dict[str, Sequence[keras.Variable]],
     state: dict,
+    *,
     keep: int = 3,
     keep_every: int | None = None,
     keep_steps: Collection[int] = (),
@@ -247,9 +248,13 @@ def run_lock(folder: str | os.PathLike) -> Iterator[None]:
         return
     folder = Path(folder)
 
+    hint = "--output takes another folder"
+
     def hold() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        held.enter_context(locked(folder / ".run.lock", f"the run in {folder}"))
+        held.enter_context(
+            locked(folder / ".run.lock", f"the run in {folder} ({hint})")
+        )
 
     with contextlib.ExitStack() as held:
         broadcast_from_primary(hold)

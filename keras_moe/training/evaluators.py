@@ -95,10 +95,11 @@ class FewShot:
         train_data: object,
         test_data: object,
         shots: Sequence[int] = (5, 10),
+        *,
         l2s: Sequence[float] = L2S,
         seeds: Sequence[int] = SEEDS,
         num_classes: int | None = None,
-        batch_size: int = 64,
+        batch_size: int = 32,
     ):
         self.train_data, self.test_data = train_data, test_data
         self.options = {
@@ -162,7 +163,7 @@ class ZeroShot:
         class_names: str | Sequence[str],
         templates: Any = "ours",
         ks: Sequence[int] | None = None,
-        batch_size: int = 64,
+        batch_size: int = 32,
     ):
         self.data: Any = data if isinstance(data, tuple) else (data, None)
         # Fails here rather than after an epoch.
@@ -172,6 +173,7 @@ class ZeroShot:
             "templates": read_templates(templates),
             "ks": None if ks is None else check_ks(ks, len(names)),
             "batch_size": batch_size,
+            "verbose": 0,
         }
 
     def __call__(self, model: keras.Model) -> dict[str, float]:
@@ -205,7 +207,7 @@ class Retrieval:
         pairs: object,
         ks: Sequence[int] | None = None,
         contrastive_batch_size: int | None = None,
-        batch_size: int = 64,
+        batch_size: int = 32,
     ):
         self.pairs, self.ks = pairs, None if ks is None else check_ks(ks)
         self.contrastive_batch_size = check_integer(

@@ -94,6 +94,7 @@ class MeanAveragePrecision(keras.metrics.Metric):
     def __init__(
         self,
         num_classes: int,
+        *,
         num_bins: int = 400,
         max_logit: float = 20.0,
         from_logits: bool = True,

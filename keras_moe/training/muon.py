@@ -84,6 +84,7 @@ class Muon(keras.optimizers.Muon):
         self,
         learning_rate: float | keras.optimizers.schedules.LearningRateSchedule = 1e-3,
         weight_decay: float | None = 0.004,
+        *,
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_steps: int = 5,

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
+from keras_moe._batches import progress_bar
 from keras_moe._compat import (
     flatten_layers,
     kept_random_states,
@@ -133,9 +134,7 @@ def locate_non_finite(
 
 def first_non_finite_step(model, batches, error, step, verbose):
     """Repeats steps up to an error; returns a step and its `NonFinite`, or None."""
-    bar = keras.utils.Progbar(
-        error.step - step, verbose=0 if verbose == 0 else 1, unit_name="step again"
-    )
+    bar = progress_bar(error.step - step, verbose, "step again")
     for number in range(step + 1, error.step + 1):
         x, y, weight = next(batches)
         is_suspect = number >= error.since

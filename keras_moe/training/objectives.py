@@ -1,6 +1,7 @@
 """Training objectives: labels, loss, metrics, and the metric to compare models by."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -88,6 +89,9 @@ class Objective(Section):
     def model_arguments(self, num_classes: int | None) -> dict[str, Any]:
         """Returns the arguments of `from_preset` that the objective needs."""
         return {}
+
+    def check_start(self, config: ModelConfig) -> None:
+        """Raises ValueError if runs cannot start from a model; `Recipe` calls it."""
 
     def new_model(
         self,
@@ -229,20 +233,21 @@ class LabelledImages(Objective):
             "data_dir": data_dir,
             **self.label_options(config),
         }
-        train, test = train_and_test(
+        train, *tests = train_and_test(
             data.load,
             config,
             model,
             {**common, "exclude": exclude, "start_batch": start_step},
             {**common, "exclude": exclude_from_test},
         )
-        return Datasets(train, test, self.num_classes(config, data_dir), steps)
+        num_classes = self.num_classes(config, data_dir)
+        return Datasets(train, tests[0], num_classes, steps, tests[1])
 
 
 def train_and_test(
     load: Callable, config: DataConfig, model: Any, of_train: dict, of_test: dict
-) -> tuple[Any, Any]:
-    """Loads endless batches of the training split, and those of the test split."""
+) -> tuple[Any, Any, Any]:
+    """Loads endless training batches and the test batches, and a shuffling loader."""
     if (most := getattr(model.backbone, "max_patches", None)) is not None:
         expected = "a model of images of one shape for a recipe's images"
         raise unfit(expected, max_patches=most)
@@ -252,9 +257,10 @@ def train_and_test(
     }
     of_train = {**common, "augment": config.augment, "repeat": True, **of_train}
     train = load(config.source, config.train_split, shuffle=True, **of_train)
-    of_test = {**common, **of_test}
-    test = load(config.evaluated_source, config.test_split, shuffle=False, **of_test)
-    return train, test
+    test = functools.partial(
+        load, config.evaluated_source, config.test_split, **common, **of_test
+    )
+    return train, test(shuffle=False), functools.partial(test, shuffle=True)
 
 
 @register_objective("classification")
@@ -268,7 +274,8 @@ class Classification(LabelledImages):
     Args:
         linear_probe: whether a run first measures a linear probe of the model's
             features, which shows what fine-tuning adds; see
-            `keras_moe.evaluation.linear_probe`. It reads all images once.
+            `keras_moe.evaluation.linear_probe`. It reads all images once, and needs a
+            preset with weights.
 
     Example:
 
@@ -284,6 +291,18 @@ class Classification(LabelledImages):
     def __post_init__(self):
         super().__post_init__()
         check_bool("linear_probe", self.linear_probe)
+
+    def check_start(self, config):
+        is_random = is_architecture(config.preset) or not config.load_weights
+        if self.linear_probe and is_random:
+            raise ValueError(
+                "Expected a preset with weights, whose features linear_probe measures; "
+                f"received: preset={config.preset!r}, load_weights="
+                f"{config.load_weights}, whose weights are random. Name a trained one, "
+                "such as hf://timm/vit_small_patch16_224.augreg_in21k "
+                "(docs/weights.md), or train from random weights with "
+                "--recipe-set objective.linear_probe=false"
+            )
 
     def probe(self, model, config: ImageData, data_dir=None):
         if not self.linear_probe:

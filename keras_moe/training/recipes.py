@@ -78,6 +78,7 @@ class Recipe:
     """
 
     name: str
+    _: dataclasses.KW_ONLY
     data: DataConfig
     model: ModelConfig
     schedule: ScheduleConfig
@@ -112,6 +113,7 @@ class Recipe:
             if not isinstance(value, cls):
                 section = cls.from_settings(_settings_of(name, value))
                 object.__setattr__(self, name, section)
+        objective.check_start(self.model)
         if self.data.batch_size % self._accumulated:
             raise ValueError(
                 "Expected gradient_accumulation_steps to divide batch_size; received: "
@@ -295,7 +297,8 @@ def load_recipe(name_or_path: str | os.PathLike, **overrides: Any) -> Recipe:
     if not path.is_file():
         raise ValueError(
             "Expected the name of a recipe or a TOML or JSON file; received: "
-            f"{str(name_or_path)!r} ({nearest(str(name_or_path), list(shipped))})"
+            f"{str(name_or_path)!r} ({nearest(str(name_or_path), list(shipped))}; "
+            "keras-moe train --list has all)"
         )
     try:
         recipe = Recipe.from_dict({"name": path.stem, **_read(path)})

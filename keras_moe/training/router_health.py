@@ -4,6 +4,7 @@ Axes: B batch, N tokens, E experts.
 """
 
 import collections
+import contextlib
 import csv
 import io
 import os
@@ -54,6 +55,8 @@ COLUMNS = (
     "dropped_tokens",
     "dropped_choices",
     "mean_max_gate",
+    "selected_experts",
+    "tokens_per_expert",
     "expert_shares",
     "selection_bias",
 )
@@ -67,7 +70,11 @@ class RouterHealth(PeriodicCallback):
     biases; for muMoE, non-zero coefficients count as assignments. Dead experts have a
     share below 0.01 / E. The logs and the history get the worst layer's
     `router/entropy`, `router/dead` and `router/dropped`, and `router/max_gate` averaged
-    over layers.
+    over layers. Rows also have K, and the tokens per expert if a step has as many
+    images.
+
+    `costs` is the model's `describe()`, or None if it has none: the routed share of the
+    FLOPs, with `costs.findings()` on what would change it.
 
     The primary process writes the files. A failed write only warns and is repeated with
     the next one.
@@ -102,6 +109,7 @@ class RouterHealth(PeriodicCallback):
     def __init__(
         self,
         images: Any,
+        *,
         every: int = 1,
         unit: str = "epochs",
         training: bool = True,
@@ -129,13 +137,28 @@ class RouterHealth(PeriodicCallback):
         self.min_entropy, self.max_share = min_entropy, max_share
         self.max_dead = max_dead
         self.layers = []
+        self.costs: Any = None
         self._events = None
         # Rows not yet written to TensorBoard.
         self._unwritten = []
 
+    def set_model(self, model):
+        super().set_model(model)
+        self.costs = None
+        # Custom model families may have no costs.
+        with contextlib.suppress(AttributeError, NotImplementedError, ValueError):
+            self.costs = model.describe()
+
     def measure(self):
         probe = self.probe(lambda: _RoutingProbe(self.model, self.training))
         self._rows = rows = probe.rows(self.images)
+        parts = {} if self.costs is None else {x.name: x for x in self.costs.parts}
+        for row in rows:
+            # Modalities may share a layer.
+            part = parts.get(row["layer"]) or parts.get(row["layer"].split("/")[-1])
+            tokens = part and part.tokens_per_expert
+            row["selected_experts"] = part and part.selected_experts
+            row["tokens_per_expert"] = tokens and tokens * array_length(self.images)
         dropped = [(row["dropped_choices"], row["dropped_tokens"]) for row in rows]
         return {
             "router/entropy": min(row["load_entropy"] for row in rows),
@@ -304,6 +327,7 @@ class UsageRecorder(PeriodicCallback):
         inputs: Structure,
         groups: Any = None,
         group_names: list[str] | None = None,
+        *,
         mask: Any = None,
         every: int = 50,
         unit: str = "steps",

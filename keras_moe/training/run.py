@@ -72,6 +72,7 @@ class Training(NamedTuple):
 def train(
     recipe: Recipe,
     datasets: Datasets | Callable[[int], Datasets] | None = None,
+    *,
     data_dir: str | None = None,
     callbacks: Sequence[keras.callbacks.Callback] | Callable = (),
     verbose: str | int = "auto",
@@ -155,10 +156,10 @@ def train(
         checkpoint = RunCheckpoint(
             checkpoint_dir,
             run.steps_per_epoch,
-            checkpoint_every,
-            keep_checkpoints,
-            keep_every,
-            run.settings(),
+            every=checkpoint_every,
+            keep=keep_checkpoints,
+            keep_every=keep_every,
+            settings=run.settings(),
             restart=not resume,
             branch_from=branch_from,
             best=None if best is None else run.best,
@@ -361,7 +362,7 @@ def _diagnosis(run, checkpoint, error, verbose):
     if good:
         message += f". The last good checkpoint is {good}"
     rate = run.recipe.schedule.learning_rate
-    return f"{message}. Try less than learning_rate={rate}"
+    return f"{message}. Try less than learning_rate={rate} (--learning-rate)"
 
 
 def _result(run, checkpoint, history):

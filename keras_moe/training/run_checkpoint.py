@@ -83,6 +83,7 @@ class RunCheckpoint(Callback):
         self,
         folder: str | os.PathLike,
         steps_per_epoch: int,
+        *,
         every: int | None = None,
         keep: int = 3,
         keep_every: int | None = None,
@@ -240,8 +241,15 @@ class RunCheckpoint(Callback):
             "versions": versions(),
         }
         try:
-            keep = self.keep, self.keep_every, [x for x in best[:1] if x is not None]
-            path = save_checkpoint(self.folder, step, groups, state, *keep)
+            path = save_checkpoint(
+                self.folder,
+                step,
+                groups,
+                state,
+                keep=self.keep,
+                keep_every=self.keep_every,
+                keep_steps=[x for x in best[:1] if x is not None],
+            )
         except OSError as error:
             message = (
                 f"The checkpoint of step {step} could not be written: {error}; the "
@@ -272,8 +280,9 @@ class RunCheckpoint(Callback):
         if different:
             raise ValueError(
                 f"Expected the settings of the run in {self.folder}; received: "
-                f"{', '.join(different)}. Take another folder, begin anew, or extend "
-                "the run if its length alone differs"
+                f"{', '.join(different)}. Take another folder (--output), begin anew "
+                "(--restart, resume=False), or extend the run (--extend, extend=True) "
+                "if its length alone differs"
             )
         old, new = state["versions"], versions()
         if old != new:
@@ -332,8 +341,8 @@ def _check_random_states(checkpoint):
     if "keras" not in checkpoint.state.get("random", ()):
         raise ValueError(
             "Expected the checkpoint of a run, with the random states of this version "
-            f"of keras_moe; received: {checkpoint.path}. Begin the run anew, or end it "
-            "with the version that began it"
+            f"of keras_moe; received: {checkpoint.path}. Begin the run anew "
+            "(--restart), or end it with the version that began it"
         )
 
 

@@ -62,6 +62,7 @@ class WarmupCooldown(keras.optimizers.schedules.LearningRateSchedule):
         self,
         peak: float,
         total_steps: int,
+        *,
         warmup_steps: int = 0,
         timescale: int | None = None,
         cooldown_steps: int = 0,
@@ -226,7 +227,14 @@ class ScheduleConfig(Section):
             if self.decay in OPEN_ENDED:
                 falling = self.number_of_steps("cooldown_steps", steps)
             timescale = self.timescale if self.decay == "rsqrt" else None
-            return WarmupCooldown(peak, steps, warmup, timescale, falling, final)
+            return WarmupCooldown(
+                peak,
+                steps,
+                warmup_steps=warmup,
+                timescale=timescale,
+                cooldown_steps=falling,
+                final=final,
+            )
         # Keras counts the decay steps from the end of the warm-up.
         return keras.optimizers.schedules.CosineDecay(
             0.0 if warmup else peak,

@@ -138,12 +138,14 @@ class Datasets(NamedTuple):
         test: the same for evaluation, with unmixed labels.
         num_classes: number of classes, or None if the objective has none.
         steps_per_epoch: number of training batches in an epoch.
+        shuffled_test: function that returns the test batches in random order, or None.
     """
 
     train: Any
     test: Any
     num_classes: int | None
     steps_per_epoch: int
+    shuffled_test: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,8 +210,9 @@ class DataConfig(Section):
         if count < batch_size:
             raise ValueError(
                 "Expected a batch no larger than the examples to train on; "
-                f"received: batch_size={self.batch_size}, source={self.source!r}, "
-                f"train_split={self.train_split!r}"
+                f"received: batch_size={self.batch_size} for {count} examples of "
+                f"source={self.source!r}, train_split={self.train_split!r}. "
+                "--batch-size or data.batch_size changes it"
             )
         return count // batch_size
 

@@ -203,8 +203,10 @@ class Contrastive(TokenizedObjective):
         of_test = {**common, **config.test_pair_options(data_dir)}
         if self.evaluation_batch_size is not None:
             of_test["batch_size"] = self.evaluation_batch_size
-        train, test = train_and_test(data.load_pairs, config, model, of_train, of_test)
-        return Datasets(train, test, None, steps)
+        train, test, shuffled = train_and_test(
+            data.load_pairs, config, model, of_train, of_test
+        )
+        return Datasets(train, test, None, steps, shuffled)
 
     def loss_and_metrics(self, model, config):
         loss = LOSSES.get(self.loss, type(model.default_loss()))

@@ -94,6 +94,7 @@ def upcycle(
     dense_model: Any,
     num_experts: int | Sequence[int] = 8,
     moe_layers: str | int | Sequence[int] = "every_2",
+    *,
     router: str = "softmax_token_choice",
     noise: float = 0.0,
     reinitialize: float = 0.0,

@@ -16,7 +16,6 @@ from keras_moe.analysis import (
     exclude_experts,
     expert_usage,
     experts_per_token,
-    load_by_type,
     merged_usage,
     plots,
     prune_experts,
@@ -112,12 +111,6 @@ def of_arrays(function, *arguments, **others):
         of_arrays(token_flows, RECORD, Routing(*[np.ones((2, 1, 2))] * 6)),
         r"\(2, 3\) and \(2, 1\)",
     ),
-    (
-        of_arrays(
-            load_by_type, {"a": RECORD}, ExpertTypes(2), 1, np.zeros((2, 3), bool)
-        ),
-        "none in a",
-    ),
     # Usage
     (of_arrays(routing_usage, RECORD, mask=np.ones((2, 2), bool)), r"\(2, 2\)"),
     (
@@ -128,25 +121,18 @@ def of_arrays(function, *arguments, **others):
     (of_arrays(merged_usage, [USAGE, FEWER]), r"\(2, 4\).*\(2, 1\)"),
     (lambda own: usage(own.plain, []), "at least one batch"),
     (lambda own: usage(own.plain, groups=np.array([0, 1])), "one length"),
-    (lambda own: usage(own.plain, groups="labels"), "group_names=None"),
     (lambda own: usage(own.plain, group_names=["a"]), "none without groups"),
     (lambda own: usage(own.plain, mask={"text": "mask"}), "records of"),
-    (lambda own: usage(own.plain, batch_size=0), "batch_size=0"),
     (lambda own: usage(own.plain, modality="audio"), "modality='audio'"),
     (lambda own: usage(own.broken), "NaN"),
     (lambda own: usage(own.soft), "SoftRouter"),
-    (lambda own: usage(own.dense), "ViTImageClassifier"),
     # Attention
     (lambda own: attention_rollout(own.texts, IMAGES), "received: TextBackbone"),
-    (lambda own: attention_rollout(own.plain, IMAGES[:0]), r"shape=\(0, 16, 8, 2\)"),
     (lambda own: attention_rollout(own.plain, IMAGES[..., 0]), r"batch, 16, 8, 2"),
-    (lambda own: attention_rollout(own.plain, IMAGES, 0), "batch_size=0"),
     # Selections
     (of_arrays(expert_scores, NAN), "NaN or Inf in block_1"),
     (of_arrays(select), "count=None, coverage=None"),
     (of_arrays(select, count=1, coverage=0.5), "either count or coverage"),
-    (of_arrays(select, count=5), "count=5"),
-    (of_arrays(select, coverage=1.5), "coverage=1.5"),
     (of_arrays(select, count=1, criterion="load"), "criterion='load'"),
     (of_arrays(select, count=1, criterion="reap"), "contributions=True"),
     (of_arrays(select, count=1, groups="text"), "served tokens .*groups='text'"),
@@ -154,32 +140,20 @@ def of_arrays(function, *arguments, **others):
     (lambda own: prune_experts(own.plain, {"block_0": [0, 5]}), "kept_experts=5"),
     (lambda own: prune_experts(own.plain, {"block_0": [1, 1]}), "each once"),
     (lambda own: prune_experts(own.plain, {"block_0": [3]}), "selected_experts=2"),
-    (lambda own: prune_experts(own.plain, [0, 1]), "dict from blocks"),
     (lambda own: prune_experts(own.plain, {"block_0": [0, 1]}, "drop"), "method"),
     (lambda own: prune_experts(own.soft, {"block_0": [0, 1]}), "SoftRouter"),
     (lambda own: prune_experts(own.typed, {"block_0": [3, 4]}), "an FFN expert"),
     (lambda own: prune_experts(own.pruned, {"block_0": [1, 3]}), "model pruned with"),
-    (
-        lambda own: prune_experts(
-            own.pruned, {"block_0": [0, 3]}, "router_pred_skip"
-        ),
-        r"among \[1, 2, 3\]",
-    ),
     (lambda own: prune_experts(own.excluded, {"block_0": [2, 3]}), "excluded_e"),
     (lambda own: exclude_experts(own.pruned, [0]), "excluded_experts"),
     (lambda own: exclude_experts(own.mumoe, "ffn"), "whose routers choose experts"),
     (lambda own: exclude_experts(own.typed, [0, 5]), "experts=5"),
-    (lambda own: exclude_experts(own.plain, "zero"), "experts='zero'"),
-    (of_arrays(TokenChoiceRouter, 4, excluded_experts=(4,)), "excluded_experts=4"),
     (of_arrays(TokenChoiceRouter, 4, excluded_experts=(0, 1, 2)), r"\(0, 1, 2\)"),
     # Ablation
     (lambda own: ablate(own.head, LABELS[:3]), r"shape=\(3,\)"),
-    (lambda own: ablate(own.head, LABELS + 1), "received: 3"),
-    (lambda own: ablate(own.head, layer="block_7"), "block_7"),
     (lambda own: ablate(own.head, experts=[9]), "experts=9"),
     (lambda own: ablate(own.head, inputs=np.nan * IMAGES), "NaN"),
     (lambda own: ablate(own.plain), "without head"),
-    (lambda own: ablate_block(own.typed, experts=["best"]), "'best'"),
     (lambda own: ablate_block(own.typed, removal="weights"), "removal='weights'"),
     (
         lambda own: ablate_block(own.typed, experts=[("ffn", "zero", "copy")]),
@@ -187,17 +161,11 @@ def of_arrays(function, *arguments, **others):
     ),
     (lambda own: ablate_block(own.mumoe, removal="choice"), "removal='choice'"),
     # Edits
-    (lambda own: edit_expert_logits(own.plain, None, 1), "ViTImageClassifier"),
     (lambda own: edit_expert_logits(own.head, None, 5), "output=5"),
     (lambda own: edit_expert_logits(own.head, None, 1, np.nan), "strength=nan"),
     (lambda own: steer_expert(own.plain, "block_0", 9), "expert=9"),
-    (lambda own: steer_expert(own.plain, "block_0", 1, None), "strength=None"),
     (lambda own: steer_expert(own.mumoe, "block_0", 1), "zeros"),
     # Plots
-    (
-        of_arrays(plots.plot_expert_usage, USAGE._replace(groups=list("abcdefgh"))),
-        "up to 7 groups",
-    ),
     (
         of_arrays(plots.plot_expert_views, np.zeros((2, 8, 8, 1)), RECORD, (2, 2)),
         r"grid=\(2, 2\)",

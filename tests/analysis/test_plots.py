@@ -48,6 +48,7 @@ PICTURES = {
     "coverage": (plots.plot_coverage, CURVES),
     "usage": (plots.plot_expert_usage, USAGE),
     "groups": (plots.plot_expert_groups, USAGE),
+    "costs": (plots.plot_errors_over_costs, {"a": [0.1, 0.2]}, {"ms": {"a": 3.0}}),
     "history": (plots.plot_training_history, {"loss": [2.0, 1.0], "val_loss": [2, 1]}),
 }
 

@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from keras_moe import analysis
 from keras_moe.analysis import ExpertAblation
@@ -37,14 +36,6 @@ def test_polysemanticity_by_hand():
     )
     np.testing.assert_allclose(actual.changes, [[-0.5, 0.5]])
     np.testing.assert_allclose(actual.polysemanticity, [np.sqrt(0.5)])
-
-
-def test_the_table_has_the_experts_that_matter(capsys):
-    analysis.print_ablation(ablation(), ["a", "b", "c", "d"], console=Console(width=99))
-    text = capsys.readouterr().out
-    assert "a 100%" in text
-    assert "b 50%, c 50%" in text
-    assert " 5 " not in text
 
 
 def test_load_counts_large_coefficients():

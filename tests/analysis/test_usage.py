@@ -120,9 +120,8 @@ def test_pruned_experts_are_not_used(model):
 
 def test_modalities_come_with_the_inputs():
     text, inputs = with_weights(text_of_modalities()), TEXTS | {"modality_ids": IDS % 2}
-    usage = expert_usage(
-        text, inputs, "modality_ids", ["image", "text"], "padding_mask", verbose=0
-    )
+    groups = ("modality_ids", ["image", "text"])
+    usage = expert_usage(text, inputs, *groups, mask="padding_mask", verbose=0)
     record = keras.Model(text.input, text.routing).predict(inputs, verbose=0)
     served = record["block_1"].dispatched
     for modality in (0, 1):

@@ -1,10 +1,8 @@
 """`keras-moe evaluate` of models of pairs: on captions, and on classes."""
 
 import json
-from pathlib import Path
 
 import keras
-import matplotlib
 import numpy as np
 import pytest
 
@@ -12,10 +10,8 @@ from keras_moe import data, evaluation, models
 from keras_moe.cli import evaluate
 from keras_moe.cli._inputs import find_examples
 from keras_moe.cli.main import make_parser
-from keras_moe.data import _emoji_pictures
 from tests.pair_models import limoe
 from tests.pipelines import save
-from tests.refusals import refuses
 from tests.small_models import with_weights
 
 pytest.importorskip("tensorflow")
@@ -131,18 +127,3 @@ def test_settings_of_a_run_are_those_of_its_evaluation(photos):
     examples, *_ = data_of("--data", "digits", *options)
     images, _ = next(iter(examples.images("test", (8, 8, 1), 500)))
     assert len(images) == 449
-
-
-def test_emoji_of_a_style_are_pairs_and_classes(monkeypatch):
-    # Any font will do: none is drawn.
-    font = Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf"
-    monkeypatch.setattr(_emoji_pictures, "NOTO_PATHS", (str(font),))
-    _, metrics, _ = data_of("--data", "emoji:noto")
-    assert metrics == ("retrieval", "contrastive_accuracy", "zero_shot")
-    examples, metrics, _ = data_of(source="emoji:language=de", test_split="validation")
-    # Its classes have English names.
-    assert metrics == ("retrieval", "contrastive_accuracy")
-    assert (examples.source, examples.split) == ("emoji:language=de", "validation")
-    refuses("a mixture", data_of, source={"emoji": 3, "digits": 1})
-    run = {"source": {"emoji": 3, "digits": 1}, "test_source": "digits"}
-    assert data_of(**run)[0].source == "digits"

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from keras_moe import models, training
-from tests.pipelines import save
+from keras_moe.cli.train import advice
+from tests.pipelines import SHAPE, save
 
 SMALL = ["image_shape=[8,8,1]", "patch_size=4", "hidden_dim=8", "num_layers=2"]
 SMALL += ["token_mlp_dim=4", "mlp_dim=8", "num_experts=2", "rematerialize=true"]
@@ -84,12 +85,21 @@ def test_one_command_trains_and_saves(
     # The same command again has nothing to do; another recipe is another run.
     again = ("mumoe_digits", "--output", tmp_path / "run", "--set", *SMALL)
     again += ("--recipe-set", *SETTINGS)
+    # Nothing is left but the report, which is made of a finished run, too.
+    shutil.rmtree(tmp_path / "run" / "report")
+    done("train", *again, "--report-examples", 4)
+    page = (tmp_path / "run" / "report" / "report.html").read_text(encoding="utf-8")
+    assert "4 of 450, drawn with seed 0" in page
+    assert "Routed experts" not in output
     # A report that fails leaves the trained model, and its older report.
     shutil.rmtree(tmp_path / "run" / "preset")
     monkeypatch.setattr("keras_moe.report.write_report", broken_report)
-    status, output, errors = train(*again, "--report-examples", 5, "--json")
+    status, output, errors = train(
+        *again, "--report-examples", 5, "--json", "--traceback"
+    )
     assert status == 0, errors
     assert "warning: no report, since it failed: RuntimeError: [broken]" in errors
+    assert "in broken_report" in errors
     assert (tmp_path / "run" / "preset" / "task.weights.h5").is_file()
     assert (tmp_path / "run" / "report" / "report.html").is_file()
     assert "Epoch" not in output + errors
@@ -100,6 +110,7 @@ def test_one_command_trains_and_saves(
     status, _, errors = train(*again, "schedule.epochs=3")
     assert status == 2
     assert "schedule.epochs=3 (there 2)" in errors
+    assert all(name in errors for name in ("--output", "--restart", "--extend"))
 
 
 def test_your_own_photos_in_one_command(done, tmp_path):
@@ -108,15 +119,29 @@ def test_your_own_photos_in_one_command(done, tmp_path):
     output = done(
         "train", "finetune", "--data", f"folder:{tmp_path / 'photos'}",
         "--preset", "vmoe_digits", "--output", tmp_path / "run",
-        "--recipe-set", "data.batch_size=8", "schedule.epochs=2",
+        "--batch-size", 8, "--epochs", 2, "--learning-rate", 1e-3,
     )  # fmt: skip
+    height, width, _ = SHAPE
+    assert "starts from the weights of vmoe_digits\n" in output
+    sizes = f"16x16 grey, from {width}x{height}"
+    assert f"8 images to train on, 2 to test on: {sizes}\n" in output
     probe = re.search(r"linear probe +(\S+) with the starting features", output)
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert (float(probe[1]), results["linear_probe"]) == (1.0, 1.0)
+    schedule = results["recipe"]["schedule"]
+    assert (schedule["epochs"], schedule["learning_rate"]) == (2, 1e-3)
+    card = (tmp_path / "run" / "preset" / "README.md").read_text(encoding="utf-8")
+    assert "started from `vmoe_digits`, whose licence is apache-2.0." in card
     line = re.search(r"use it +from_preset\((.*)\)\.classify\(photo\)", output)
     model = models.from_preset(json.loads(line[1]))
     photo = keras.utils.load_img(tmp_path / "photos" / "cat" / "0.png")
     assert {x.name for x in model.classify(np.asarray(photo))} == {"cat", "dog"}
+
+
+def test_what_to_change_below_the_linear_probe():
+    learns = {"accuracy": [0.2, 0.5], "val_accuracy": [0.3, 0.6]}
+    assert advice(learns).startswith("raise --epochs")
+    assert advice({**learns, "accuracy": [0.2, 0.9]}).startswith("lower --learning")
 
 
 def test_recipes_are_listed(done):

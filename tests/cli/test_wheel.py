@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tarfile
 import venv
 from pathlib import Path
 
@@ -73,8 +75,8 @@ def test_every_module_preset_and_recipe_is_there(run, installed, tmp_path):
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for path in sorted((ROOT / "keras_moe" / "cli").rglob("*.py"))
-        # These are programs.
-        if path.name not in ("__main__.py", "timm_outputs.py")
+        # This is a program.
+        if path.name != "__main__.py"
     ]
     program = tmp_path / "everything.py"
     program.write_text(PROGRAM)
@@ -89,6 +91,29 @@ def test_every_module_preset_and_recipe_is_there(run, installed, tmp_path):
     # Weights under another licence than the library's have their own package.
     assert not (ROOT / "presets" / "limoe_emoji").exists()
     assert "Expected the package keras-moe-emoji" in done.stderr
+
+
+def test_packages_to_publish_are_whole(tmp_path):
+    from hatchling.builders.sdist import SdistBuilder
+
+    def packed(folder):
+        (path,) = SdistBuilder(str(folder)).build(directory=str(tmp_path))
+        with tarfile.open(path) as archive:
+            archive.extractall(tmp_path, filter="data")
+        return Path(path.removesuffix(".tar.gz"))
+
+    folder = packed(ROOT)
+    readmes = [path for path in folder.rglob("README.md") if "presets" not in str(path)]
+    assert readmes == [folder / "README.md", folder / "tests/data/golden/README.md"]
+    assert (folder / "tests" / "cli" / Path(__file__).name).is_file()
+    # A long description is shown far from the files that the README links to.
+    links = re.findall(r"\]\(([^)]+)\)", (folder / "PKG-INFO").read_text("utf-8"))
+    assert len(links) > 20
+    assert all(link.startswith(("https://", "#")) for link in links)
+    assert any(link.endswith("/raw/main/docs/images/experts.png") for link in links)
+    folder = packed(ROOT / "packages" / "keras-moe-emoji")
+    assert "ShareAlike 4.0 International" in (folder / "LICENSE").read_text("utf-8")
+    assert "Requires-Dist: keras-moe<" in (folder / "PKG-INFO").read_text("utf-8")
 
 
 def test_a_program_works(run):

@@ -6,10 +6,10 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe.data import RandAugment, RandomResizedCrop, load, write_tfrecords
+from keras_moe.data import RandAugment, RandomResizedCrop, load
 from keras_moe.data.augmentation import _rand_augment_layers, call_with_seed
 from keras_moe.data.reading import decode_image
-from tests.pipelines import arrays, in_pipeline, same
+from tests.pipelines import in_pipeline
 
 tf = pytest.importorskip("tensorflow")
 
@@ -205,26 +205,6 @@ def test_jpeg_files_in_the_colours_of_printing():
     np.testing.assert_array_equal(actual, crop(whole, [1, 2]))
     # The picture is still the same one, but for what JPEG loses.
     assert np.abs(tf.cast(whole, "float32") - pixels).mean() < 20
-
-
-def test_pipelines_crop_alike(tmp_path):
-    images = [photograph(seed, 60 + seed, 90 - seed) for seed in range(12)]
-    encoders = (tf.io.encode_jpeg, tf.io.encode_png)
-    encoded = [encoders[i % 2](image).numpy() for i, image in enumerate(images)]
-    write_tfrecords(tmp_path, "train", zip(encoded, [0] * 12), classes=2)
-
-    class Whole(RandomResizedCrop):
-        """Has a method of its own, so that images are decoded for it."""
-
-        def __call__(self, images, seed):
-            return super().__call__(images, seed)
-
-    source = f"tfrecord:{tmp_path}"
-    actual, expected = (
-        arrays(load(source, "train", (16, 20, 3), augment=[crop, "flip"]))
-        for crop in (RandomResizedCrop(16, 20), Whole(16, 20))
-    )
-    assert same(actual, expected)
 
 
 def test_images_do_not_depend_on_the_number_of_threads(tmp_path, monkeypatch):

@@ -15,7 +15,6 @@ tf = pytest.importorskip("tensorflow")
 
 IMAGES = np.stack([picture(number) for number in range(5)])
 CAPTIONS = ["a", "b", "c", ["d", "e"], "f"]
-HASHES = data.ImageHashes(np.zeros(2, int), np.zeros(2, "uint64"), np.ones(2, bool))
 DATASET = tf.data.Dataset.from_tensor_slices((IMAGES,)).batch(4)
 MIXTURE = {"digits": 3, "emoji": 1}
 # Arguments that are right.
@@ -30,7 +29,6 @@ RIGHT = {
     data.RandomResizedCrop: {"height": 8, "width": 8},
     data.RandAugment: {},
     data.LabelHierarchy: {"classes": ["a", "b", "c", "d"], "parents": {}},
-    data.find_duplicates: {"hashes": HASHES, "reference": HASHES},
     data.padded: {"x": IMAGES},
     data.write_tfrecords: {
         "folder": "records",
@@ -49,7 +47,6 @@ NO_IMAGES = [
     (b"", "b''"),
     ("photo.png", "'photo.png' of shape ()"),
     (IMAGES[1] / 255, "dtype float64"),
-    (IMAGES[1][..., :2], "shape (4, 4, 2)"),
 ]
 
 
@@ -61,28 +58,20 @@ NO_IMAGES = [
     (data.load, {"batch_size": 0}, "batch_size=0"),
     (data.load, {"seed": -1}, "seed=-1"),
     (data.load, {"shuffle": "False"}, "shuffle='False'"),
-    (data.load, {"one_hot": "x"}, "one_hot='x'"),
-    (data.load, {"drop_remainder": 3}, "drop_remainder=3"),
-    (data.load, {"multi_label": "no"}, "multi_label='no'"),
     (data.load, {"max_labels": 3}, "multi_label=False"),
-    (data.load, {"repeat": 1}, "repeat=1"),
     (data.load, {"start_batch": 3}, "repeat=False, start_batch=3"),
     (data.load, {"repeat": True, "start_batch": -1}, "start_batch=-1"),
     (data.load, {"repeat": True, "batch_size": 451}, "batch_size=451"),
     (data.load, {"batch_size": 6, "shard": (2, 2)}, "shard[0]=2"),
     (data.load, {"batch_size": 6, "shard": (0, 5)}, "shard=(0, 5), batch_size=6"),
-    (data.load, {"exclude": [-1]}, "exclude=[-1]"),
     (data.load, {"exclude": [0.5]}, "exclude=[0.5]"),
     (data.load, {"exclude": range(450)}, "exclude=range(0, 450)"),
     (data.load, {"unreadable": "skip"}, "unreadable='skip'"),
-    (data.num_examples, {"unreadable": "skip"}, "unreadable='skip'"),
     (data.load, {"augment": "mixupp"}, "augment='mixupp' (nearest: mixup"),
     (data.load, {"augment": keras.layers.RandomFlip}, "RandomFlip"),
     (data.load, {"augment": {"name": "mixup", "alpa": 0.5}}, "'alpa': 0.5"),
-    (data.load, {"augment": {"name": "mixup", "alpha": 0}}, "alpha=0"),
     (data.load, {"augment": {"name": "randaugment", "magnitude": 2}}, "magnitude=2"),
     (data.load_pairs, {"source": (IMAGES[:3], CAPTIONS)}, "3 images, 5 captions"),
-    (data.load_pairs, {"source": (IMAGES[0], CAPTIONS)}, "shape=(4, 4, 3)"),
     (data.load_pairs, {"source": (IMAGES / 255, CAPTIONS)}, "dtype=float64"),
     (data.load_pairs, {"source": (IMAGES, [None] * 5)}, "5 of 5 images"),
     (data.load_pairs, {"captions": "one"}, "captions='one'"),
@@ -98,35 +87,25 @@ NO_IMAGES = [
         )
     ),
     (data.load_digits, {"split": "validation"}, "split='validation'"),
-    (data.load_digits, {"image_shape": (32, 32)}, "image_shape=(32, 32)"),
     (data.load_emoji, {"split": "valid"}, "split='valid'"),
-    (data.load_emoji, {"style": "apple"}, "style='apple'"),
     (data.load_emoji, {"language": "la"}, "language='la'"),
     (data.load_emoji, {"image_shape": (32, 32, 1)}, "image_shape=(32, 32, 1)"),
-    (data.num_examples, {"source": "emoji:size=0"}, "image_shape=(0, 0, 3)"),
     (data.num_examples, {"source": "emoji:colour=red"}, "'colour'"),
     (data.RandomResizedCrop, {"height": 0}, "height=0, width=8"),
     (data.RandomResizedCrop, {"scale": (0.5, 1.5)}, "scale=(0.5, 1.5)"),
-    (data.RandomResizedCrop, {"ratio": (2, 1)}, "ratio=(2, 1)"),
     (data.RandAugment, {"num_ops": 0}, "num_ops=0"),
     (data.LabelHierarchy, {"classes": ["a", "b", "a"]}, "['a']"),
     (data.LabelHierarchy, {"parents": {"a": ["x"]}}, "'x' in parents['a']"),
-    (data.LabelHierarchy, {"parents": {"a": "bc"}}, "parents['a']='bc'"),
-    (data.LabelHierarchy, {"classes": "abc"}, "classes='abc'"),
     (data.LabelHierarchy, {"parents": {"b": ["c"], "c": ["d", "b"]}}, "'b', 'c'"),
-    (data.find_duplicates, {"max_distance": -1}, "max_distance=-1"),
     (data.padded, {"batch_size": 0}, "batch_size=0"),
     (data.padded, {"x": DATASET.repeat()}, "repeats"),
     (data.padded, {"x": DATASET, "y": [0]}, "y"),
-    (data.padded, {"sample_weight": np.ones(5)}, "y=None"),
     (data.write_tfrecords, {"split": "a-b"}, "split='a-b'"),
-    (data.write_tfrecords, {"num_files": 0}, "num_files=0"),
     (data.write_tfrecords, {"parents": {"a": ["x"]}}, "'x' in parents"),
     (data.write_tfrecords, {"examples": []}, "none"),
     (data.write_tfrecords, {"examples": [(IMAGES[0], 2)]}, "2 of example 0"),
     (data.write_tfrecords, {"examples": [(IMAGES[0], 1), (IMAGES[0], [1])]}, "[1] of"),
     (data.write_pair_tfrecords, {"pairs": [(IMAGES[0], "")]}, "pair 0 has no caption"),
-    (data.write_pair_tfrecords, {"pairs": [(IMAGES[0], b"\xff")]}, "not text in UTF-8"),
     (
         data.write_pair_tfrecords,
         {"tokenizer": lambda _: {"token_ids": [1], "padding_mask": [1]}},

@@ -45,7 +45,7 @@ def failures(path, name, *functions):
 def test_descriptions_of_records(tmp_path):
     path, source = tmp_path / "dataset.json", f"tfrecord:{tmp_path}"
     examples = [(picture(n), [n % 3]) for n in range(6)]
-    data.write_tfrecords(tmp_path, "train", examples, CLASSES, PARENTS)
+    data.write_tfrecords(tmp_path, "train", examples, CLASSES, parents=PARENTS)
     readers = [lambda: data.num_classes(source), lambda: data.LabelHierarchy.load(path)]
     readers.append(lambda: data.num_examples(source, "train"))
     assert failures(path, tmp_path, *readers) > 0.7

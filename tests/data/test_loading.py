@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe.data import RandomResizedCrop, _pipeline, load, load_digits, num_examples
+from keras_moe.data import _pipeline, load, load_digits, num_examples
 from keras_moe.data.augmentation import _by_name
 from tests.forks import run_python
 from tests.pipelines import arrays, numbers, same, save
@@ -161,23 +161,6 @@ def test_functions_see_pixels():
     assert (images.min(), images.max()) == (-1, 1)
     crop = keras.layers.RandomCrop(8, 12, seed=0)
     assert digits(augment=crop)[0].shape[1:] == (8, 12, 3)
-
-
-def test_a_leading_crop_reads_the_full_size():
-    sizes = []
-
-    class Spy(RandomResizedCrop):
-        def __call__(self, images, seed):
-            sizes.append(tuple(images.shape))
-            return super().__call__(images, seed)
-
-    load("digits", "test", SHAPE, augment=[Spy(16, 16), "flip"])
-    load("digits", "test", SHAPE, augment=["flip", Spy(16, 16)])
-    # Single images are cropped as batches of one.
-    assert [size for size in sizes if len(size) == 3] == [(8, 8, 3), SHAPE]
-    # A layer that returns another size: the pipeline resizes its images.
-    images = digits(augment=Spy(9, 9))[0]
-    assert images.shape[1:] == SHAPE
 
 
 @pytest.mark.every_backend

@@ -145,8 +145,6 @@ WITH_ALPHA = tfds.features.Image(shape=(4, 4, 4))
 
 @pytest.mark.parametrize(("name", "features"), [
     ("no_label", {"image": (IMAGE, PIXELS)}),
-    ("no_image", {"text": (tfds.features.Text(), "ant"), "label": (CLASS, 1)}),
-    ("numbers", {"image": (IMAGE, PIXELS), "label": (np.int64, 7)}),
     ("alpha", {"image": (WITH_ALPHA, PIXELS[..., [0] * 4]), "label": (CLASS, 1)}),
 ])  # fmt: skip
 def test_other_tasks_are_refused(tmp_path, name, features):

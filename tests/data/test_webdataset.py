@@ -122,13 +122,6 @@ def test_a_tar_that_is_cut_off(tmp_path):
     shards = f"webdataset:{tmp_path}/train*.tar"
     with pytest.warns(UserWarning, match=r"3 of 6 images.*train-0\.tar is cut off"):
         assert num_pairs(shards, "train", unreadable="exclude") == 3
-    # A size below zero would lead back to the same header.
-    header = tarfile.TarInfo("7.png").tobuf(tarfile.GNU_FORMAT)
-    size = (256**12 - 512).to_bytes(12, "big")
-    header = header[:124] + size + header[136:148] + b" " * 8 + header[156:]
-    checksum = b"%06o\0 " % sum(header)
-    path.write_bytes(header[:148] + checksum + header[156:] + bytes(1024))
-    refuses(r"unexpected end of data", load_pairs, source, "train", SHAPE)
     path.write_bytes(whole + whole)
     refuses(r"1 of 4 images.*content after its end", load_pairs, source, "train", SHAPE)
     # A file that shrinks later on is named, too.
@@ -188,7 +181,6 @@ def test_members_that_lead_out_of_the_archive(tmp_path):
     for name, content in (
         ("/etc/0.png", b"x"),
         ("../0.png", b"x"),
-        ("a/../../0.txt", b"x"),
         ("..\\0.txt", b"x"),
         ("7.png", link),
         ("8.png", hard),
@@ -199,16 +191,6 @@ def test_members_that_lead_out_of_the_archive(tmp_path):
         with pytest.raises(ValueError, match="inside the archive") as error:
             load_pairs(f"webdataset:{path}", "train", unreadable="exclude")
         assert f"received: {name!r} in {path}" in str(error.value)
-
-
-def test_damaged_numbers_of_sparse_files(tmp_path):
-    path = tmp_path / "train-0.tar"
-    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
-        member = tarfile.TarInfo("0.txt")
-        member.pax_headers = {"GNU.sparse.map": "1,x"}
-        archive.addfile(member)
-    with pytest.raises(ValueError, match=r"Expected images .*train-0\.tar is cut off"):
-        load_captions(f"webdataset:{tmp_path}", "train")
 
 
 def test_other_files(tmp_path):

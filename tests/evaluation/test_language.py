@@ -1,4 +1,4 @@
-"""Likelihoods of texts after others, against `score`; multiple choice; lm_eval."""
+"""Likelihoods of texts after others, against `score`; lm_eval."""
 
 import json
 
@@ -67,31 +67,13 @@ def test_long_contexts_lose_their_beginning(model):
     assert score == pytest.approx(own.sum(), rel=1e-4)
 
 
-def test_choices_are_made_by_likelihood_and_by_length(model):
-    questions = [("the cat", ["sat", "sat on the mat"]), ("one", ["two", "mat", "a"])]
-    result = evaluation.multiple_choice(model, questions, answers=[1, 0])
-    for (question, choices), scores in zip(questions, result.log_likelihoods):
-        expected = [by_score(model, question, f" {choice}") for choice in choices]
-        np.testing.assert_allclose(scores, expected, rtol=1e-4)
-    first = result.log_likelihoods[0]
-    # A longer text is less likely, and may be likelier per character.
-    assert result.choices[0] == 0
-    assert result.normalized_choices[0] == np.argmax(first / [3, 14])
-    assert result.accuracy == np.mean(result.choices == [1, 0])
-    for answers in ([1], [[1], [0]], [2, 0], [-1, 0], [0.5, 0]):
-        with pytest.raises(ValueError, match="index of a choice for each of 2"):
-            evaluation.multiple_choice(model, questions, answers=answers)
-    for choices in ([], ["sat", "  "], "abc", ["sat", 3], None):
-        with pytest.raises(ValueError, match="at least one choice"):
-            evaluation.multiple_choice(model, [("the cat", choices)])
-    with pytest.raises(ValueError, match=r"at least one choice.*received: 'ab'"):
-        evaluation.multiple_choice(model, ["ab"])
+def test_bad_input(model):
     with pytest.raises(ValueError, match="pairs of two texts; received: 'ab'"):
         evaluation.continuation_log_likelihoods(model, ["ab"])
     with pytest.raises(ValueError, match="continuations of at most 12 tokens"):
         evaluation.continuation_log_likelihoods(model, [("a", " cat sat" * 20)])
     with pytest.raises(ValueError, match="Expected a CausalLM with a tokenizer"):
-        evaluation.multiple_choice(model.backbone, questions)
+        evaluation.continuation_log_likelihoods(model.backbone, [("a", " cat")])
 
 
 def test_lm_eval_asks_for_likelihoods_and_texts(model):
@@ -153,8 +135,13 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
     options = {"tasks": ["own"], "task_manager": manager, "bootstrap_iters": 0}
     results = lm_eval.simple_evaluate(evaluation.lm_eval_model(model), **options)
     results = results["results"]["own"]
-    questions = [(row["question"], row["choices"]) for row in rows]
-    answers = [row["answer"] for row in rows]
-    own = evaluation.multiple_choice(model, questions, answers)
-    assert results["acc,none"] == pytest.approx(own.accuracy)
-    assert results["acc_norm,none"] == pytest.approx(own.normalized_accuracy)
+    right = {"acc": 0, "acc_norm": 0}
+    for row in rows:
+        pairs = [(row["question"], f" {choice}") for choice in row["choices"]]
+        scores = evaluation.continuation_log_likelihoods(model, pairs)
+        scores = np.array([score for score, _ in scores])
+        lengths = [len(choice) for choice in row["choices"]]
+        right["acc"] += scores.argmax() == row["answer"]
+        right["acc_norm"] += (scores / lengths).argmax() == row["answer"]
+    for metric, count in right.items():
+        assert results[f"{metric},none"] == pytest.approx(count / 3)

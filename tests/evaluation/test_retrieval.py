@@ -52,7 +52,7 @@ def test_ranks_are_those_of_a_stable_sort(images, more, dim, kinds, chunk_size, 
         text_ids = np.random.default_rng(seed).integers(kinds, size=len(owner)) * 7 - 3
         _, first, ids = np.unique(text_ids, return_index=True, return_inverse=True)
         y = y[first[ids]]
-    result = retrieval(x, y, owner, (1, 2), chunk_size, text_ids)
+    result = retrieval(x, y, owner, (1, 2), chunk_size=chunk_size, text_ids=text_ids)
     mine = [{*ids[owner == i].tolist()} for i in range(images)]
     image_ranks, text_ranks = brute_force(
         x, y, lambda i, j: ids[j] in mine[i], lambda j, i: ids[j] in mine[i]
@@ -85,7 +85,7 @@ def test_contrastive_accuracy_by_batch_and_ids():
     images = np.eye(5)
     # In batches of two: texts 0, 1 are swapped, text 2 is right, text 3 has image 2's.
     texts = np.eye(5)[[1, 0, 2, 2, 4]]
-    result = contrastive_accuracy(images, texts, batch_size=2)
+    result = contrastive_accuracy(images, texts, contrastive_batch_size=2)
     # Image 3 is equally far from both texts, and takes the first; text 3 image 2.
     assert result == (0.25, 0.25, 2, 4)
     assert result.figures()["accuracy"] == result.accuracy == 0.25

@@ -224,8 +224,6 @@ def test_axial_angles_by_hand():
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: RotaryEmbedding2D((2, 2), "spiral"), "kind='spiral'"),
     (lambda: RotaryEmbedding2D((2, 2))(np.ones((1, 4, 1, 6), "f")), "key_dim=6"),
-    (lambda: RotaryEmbedding2D((2, 2))(np.ones((1, 3, 1, 4), "f")), "tokens=3"),
-    (lambda: attention(sinks=1), "sinks=1"),
     (lambda: RegisterTokens(2, index=5)(tokens()[:, :3]), "tokens=3"),
     (lambda: TokenPooling("average", 6)(tokens()), "tokens=6"),
     (

@@ -331,7 +331,7 @@ def test_weight_shapes_and_parameters_are_those_of_the_built_layer(name):
 ])  # fmt: skip
 def test_costs_by_hand(name, expected):
     layer, shape = built(name)
-    assert tuple(layer.cost(shape)) == expected
+    assert layer.cost(shape)[:3] == expected
 
 
 def test_every_public_layer_is_checked():

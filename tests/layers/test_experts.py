@@ -88,11 +88,6 @@ def test_each_expert_has_a_pair_of_its_own():
     assert np.abs(after[0][:, 2] - before[0][:, 2]).min() > 1e-4
     assert_same(after[1][:4], before[1][:4])
     assert np.abs(after[1][4:] - before[1][4:]).min() > 1e-4
-    layer = experts()
-    layer.enable_lora(RANK, a_initializer="ones", b_initializer="ones")
-    for name in ("hidden", "output"):
-        for part in "ab":
-            assert (to_numpy(getattr(layer, f"{name}_lora_{part}")) == 1).all()
 
 
 @pytest.mark.every_backend
@@ -146,20 +141,6 @@ def test_int8_kernels_are_near_the_float_ones(dtype):
         assert 0 < error < 0.02
 
 
-def test_outliers_of_another_expert_change_no_steps_of_int8():
-    layer, other = experts(), experts()
-    kernel = to_numpy(other.hidden_kernel).copy()
-    kernel[1] *= 100
-    other.hidden_kernel.assign(kernel)
-    for each in (layer, other):
-        each.quantize("int8")
-    for index, equal in ((0, True), (1, False), (2, True)):
-        scales = (to_numpy(x.hidden_scale)[index] for x in (layer, other))
-        assert np.allclose(*scales, rtol=1e-6) == equal
-        # Its whole numbers are the same even so: a scale for each channel.
-        assert_same(layer.hidden_kernel[index], other.hidden_kernel[index])
-
-
 def test_pairs_train_beside_int8_kernels(tmp_path):
     layer = experts()
     layer.quantize("int8")
@@ -203,23 +184,6 @@ def test_int8_kernels_pass_gradients_to_the_tokens():
     layer.trainable = False
     (gradient,) = training_gradients(model, slots())
     assert 0 < np.abs(gradient - exact).max() < 0.02 * np.abs(exact).max()
-
-
-def test_a_quantizer_of_the_caller_sees_each_experts_matrix():
-    layer = experts()
-    seen = []
-
-    class Quantizer(keras.quantizers.AbsMaxQuantizer):
-        def __call__(self, x, **kwargs):
-            seen.append(tuple(x.shape))
-            return super().__call__(x, **kwargs)
-
-    config = keras.quantizers.Int8QuantizationConfig(
-        Quantizer(axis=0, value_range=(-63, 63)), activation_quantizer=None
-    )
-    layer.quantize("int8", config=config)
-    assert seen == [(D, H)] * E + [(H, D)] * E
-    assert np.abs(to_numpy(layer.output_kernel)).max() == 63
 
 
 def test_dropout_still_applies_while_training():

@@ -258,15 +258,11 @@ def test_matching_a_dense_layer_counts_the_gate_and_both_layers():
 
 
 @pytest.mark.parametrize(
-    ("kind", "rank", "naive", "fast"),
-    [("cp", 512, "155.1", "1.44"), ("tr", (4, 4, 512), "622.8", "3.56")],
+    ("kind", "rank", "fast"), [("cp", 512, "1.44"), ("tr", (4, 4, 512), "3.56")]
 )
-def test_multiply_adds_of_table_8(kind, rank, naive, fast):
-    from tools.studies.mumoe import naive_multiply_adds
-
+def test_multiply_adds_of_table_8(kind, rank, fast):
     layer = MultilinearExperts(768, 512, kind, rank)
     gate = 512 * 768
-    assert f"{(gate + naive_multiply_adds(layer, 768)) / 1e9:.1f}" == naive
     # The paper cuts its 1.4M and 3.5M off.
     assert f"{(gate + layer.tensor_spec(768).multiply_adds) / 1e6:.2f}" == fast
     assert MuMoE(768, 512, kind, rank).cost((1, 768)).flops == 2 * (

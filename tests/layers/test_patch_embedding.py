@@ -82,19 +82,6 @@ def test_the_same_size_the_dtype_and_numpys_integers():
     assert layers.PatchEmbedding(8, np.array([4, 2])).patch_size == (4, 2)
 
 
-@pytest.mark.parametrize(
-    "shape", [(4, 4, 8), (4, 4, 3, 9), (2048, 4, 3, 8), (4, 0, 3, 8)]
-)
-def test_stored_kernels_that_cannot_fit(shape):
-    class Declared:
-        """A data set that must not be read."""
-
-    layer = layers.PatchEmbedding(8, 4)
-    layer.build((None, 8, 8, 3))
-    Declared.shape = shape
-    refuses("received: ", layer.load_own_variables, {"0": Declared(), "1": None})
-
-
 def test_resizing_is_that_of_the_releases():
     arrays, config = golden.load("07_checkpoints/posemb_interpolation")
     assert len(config["cases"]) == 4

@@ -113,24 +113,6 @@ def test_equal_ids_are_positives_and_weights_count(name):
     assert len({round(x, 4) for x in expected}) == 8
 
 
-def test_duplicate_pairs_are_counted():
-    weights = np.array([1, 1, 0, 1, 1, 1], "float32")
-    counts = numbers(
-        lambda images, texts, weights: ops.stack(
-            [
-                losses.count_duplicate_pairs(images),
-                losses.count_duplicate_pairs(text_ids=texts),
-                losses.count_duplicate_pairs(images, texts),
-                losses.count_duplicate_pairs(images, texts, weights),
-                losses.count_duplicate_pairs(images[:0]),
-            ]
-        ),
-        *(IMAGE_IDS, TEXT_IDS, weights),
-    )
-    # Images 7 and 3 come twice, and text 0; one of the 7 is padding.
-    assert_same(counts, [4, 2, 5, 4, 0])
-
-
 @pytest.mark.parametrize("name", CONTRASTIVE)
 def test_padding_changes_nothing_whatever_it_holds(name):
     images, texts = normal(0, 5, 4), normal(1, 5, 4)

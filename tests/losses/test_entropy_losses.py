@@ -147,12 +147,10 @@ NEVER = -np.inf
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("tokens", [
     pytest.param([[1e4, 0, -1e4], [0, 1e4, 1e4], [1e4, -1e4, 9e3]], id="huge"),
-    pytest.param([[0.0, NEVER, NEVER]] * 3, id="one expert may"),
     pytest.param([[0.0, NEVER, NEVER], [NEVER, 5.0, NEVER]], id="one expert each"),
     pytest.param([[1.0, 2.0, NEVER], [NEVER, 0.0, 0.0]], id="two experts may"),
     pytest.param([[0.0, -88, -95], [-104, 0.0, -120]], id="about underflow"),
     pytest.param([[0.0, 0.0, 0.0]] * 2, id="all logits equal"),
-    pytest.param([[1.0, 2.0, 3.0]], id="one token"),
 ])  # fmt: skip
 def test_extremes(name, tokens):
     logits = np.array([tokens], "float32")

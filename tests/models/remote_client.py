@@ -50,7 +50,6 @@ def online():
 
     import keras
     import numpy as np
-    from huggingface_hub import constants
 
     from keras_moe import models
 
@@ -86,11 +85,6 @@ def online():
     for path in (FOLDER / "repositories" / "ours" / "broken").glob(f"*{BROKEN}"):
         path.unlink()
     attempt("whole again", models.from_preset, "hf://ours/broken")
-
-    # Storage of Xet's, from which a client of its own downloads.
-    constants.HF_HUB_DISABLE_XET = False
-    attempt("xet", models.from_preset, "hf://ours/xet")
-    constants.HF_HUB_DISABLE_XET = True
 
     models.upload("hf://me/mine", FOLDER / "preset")
     mine = models.from_preset("hf://me/mine")

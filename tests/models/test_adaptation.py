@@ -86,7 +86,7 @@ def adapted():
     return model
 
 
-def test_the_adapters_alone_are_saved_and_loaded(tmp_path, monkeypatch):
+def test_the_adapters_alone_are_saved_and_loaded(tmp_path):
     model = adapted()
     path = tmp_path / "adapters.lora.h5"
     model.backbone.save_lora_weights(path)
@@ -103,14 +103,6 @@ def test_the_adapters_alone_are_saved_and_loaded(tmp_path, monkeypatch):
         wrong = backbone(gated_experts=True)
         wrong.enable_lora(**options)
         refuses(r"of shape .*; received: shape=", wrong.load_lora_weights, path)
-    # A save that fails leaves the old file.
-    before = path.read_bytes()
-    monkeypatch.setattr(_lora.keras.ops, "convert_to_numpy", lambda _: object())
-    with pytest.raises(TypeError):
-        model.backbone.save_lora_weights(path)
-    monkeypatch.undo()
-    assert path.read_bytes() == before
-    assert [file.name for file in tmp_path.iterdir()] == ["adapters.lora.h5"]
 
 
 def test_what_cannot_be_adapted_is_refused(tmp_path):

@@ -8,7 +8,6 @@ import pytest
 from PIL import Image
 
 from keras_moe import analysis, evaluation, layers, models, training
-from keras_moe.layers.position_embedding import PatchMask
 from keras_moe.report import write_report
 from tests.compare import assert_close, assert_same
 from tests.refusals import refuses
@@ -106,12 +105,6 @@ def test_patches_by_hand():
     assert_same(inputs["grids"], [[1, 4], [1, 1]])
     assert_same(inputs["patches"][0, :2], [[0, 1, 8, 9], [2, 3, 10, 11]])
     assert_same(inputs["patches"][1], [[0, 1, 8, 9], *[[0] * 4] * 3])
-
-
-def test_masks_by_hand():
-    patches, grids = np.zeros((2, 4, 3)), np.array([[1, 4], [2, 1]])
-    mask = PatchMask(first=1)(patches, grids)
-    assert_same(mask, [[True] * 5, [True] * 3 + [False] * 2])
 
 
 @pytest.mark.every_backend
@@ -230,11 +223,8 @@ def test_classify_takes_photos_of_any_shape(tmp_path):
 # 13.9 x 18.5; (100, 50) is 6 x 3, and of 64 it is 11.3 x 5.7.
 @pytest.mark.parametrize(("size", "least", "grid"), [
     ((480, 640), 64, (13, 18)),
-    ((200, 160), 64, (12, 10)),
     ((100, 50), 64, (12, 6)),
     ((480, 640), None, (14, 18)),
-    ((16, 16), None, (16, 16)),
-    ((100, 80), 256, (18, 14)),
     ((5, 900), None, (1, 180)),
 ])  # fmt: skip
 def test_budgets_keep_the_aspect_ratio(size, least, grid):
@@ -313,8 +303,7 @@ def test_what_looks_at_a_model_leaves_padding_out(tmp_path):
     pooled = keras.Model(model.backbone.input, model.backbone.features["pooled"])
     data = inputs, np.array([0, 1, 2])
     features = evaluation.extract_features(pooled, data, verbose=0)
-    result = evaluation.nearest_neighbours(*features, *features, k=1)
-    assert result.accuracy == 1
+    assert evaluation.linear_probe(*features, *features) == 1
     refuses("max_patches=None", write_report, model, (inputs, labels), tmp_path)
 
 
@@ -354,11 +343,8 @@ def test_bad_inputs():
         ("from 1 to 24", model.predict, {**good, "grids": good["grids"] - 1}),
         ("integers", model.predict, {**good, "grids": good["grids"] + 0.5}),
         ("a grid for each", model.predict, {**good, "grids": good["grids"][:2]}),
-        ("from 1 to 24", model.predict, {**good, "grids": np.full((3, 2), 2**32)}),
         ("None, 48", model.predict, {**good, "patches": np.zeros((3, 24, 47))}),
         ("patch_size=\\(3, 3\\) divides", models.pad_patches, [image], 3),
-        ("one number of", models.pad_patches, [image, image[..., :1]], 4),
-        ("at most max_patches=3", models.pad_patches, [image], 4, 3),
         ("at least one image", models.pad_patches, [], 4),
     ):
         refuses(message, call, *arguments)
@@ -367,18 +353,7 @@ def test_bad_inputs():
     refuses("max_patches=0", models.ViTBackbone, **{**SIZES, "max_patches": 0})
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"max_patches": 9}, "patch_size=None"),
-    ({"patch_size": 4}, "max_patches=None"),
-    ({"min_patches": 4}, "min_patches=4"),
-    ({"max_patches": 9, "patch_size": 4, "min_patches": 10}, "min_patches=10"),
-    ({"max_patches": 9, "patch_size": 4, "center_crop": 0.9}, "center_crop=0.9"),
-])  # fmt: skip
-def test_bad_budgets(options, message):
-    refuses(message, models.ImagePreprocessor, (16, 16, 3), **options)
-
-
-def test_a_budget_that_does_not_fit():
+def test_a_preprocessor_that_does_not_fit():
     make = models.ImagePreprocessor(
         (16, 16, 3), max_patches=9, patch_size=4, min_patches=1
     )
@@ -386,5 +361,13 @@ def test_a_budget_that_does_not_fit():
     model = models.ViTImageClassifier(backbone(), 2)
     with pytest.raises(ValueError, match="a preprocessor of"):
         model.preprocessor = make
-    with pytest.raises(ValueError, match="a preprocessor of"):
-        model.preprocessor = models.ImagePreprocessor((16, 16, 3))
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"max_patches": 9}, "patch_size=None"),
+    ({"patch_size": 4}, "max_patches=None"),
+    ({"min_patches": 4}, "min_patches=4"),
+    ({"max_patches": 9, "patch_size": 4, "center_crop": 0.9}, "center_crop=0.9"),
+])  # fmt: skip
+def test_bad_budgets(options, message):
+    refuses(message, models.ImagePreprocessor, (16, 16, 3), **options)

@@ -200,7 +200,6 @@ def test_soft_routing_keeps_its_slots_and_refuses_others(overrides, tmp_path):
 @pytest.mark.parametrize(("kind", "arguments"), [
     ("vit", {"position_interpolation": "bicubic"}),
     ("vit", MOE),
-    ("vit", {**MOE, "router": "soft"}),
     ("mixer", MOE),
 ])  # fmt: skip
 def test_weights_serve_patches_that_grow_with_their_image(kind, arguments, tmp_path):

@@ -79,9 +79,7 @@ def test_described_is_what_is_built(sources, kind):
     ({"num_classes": 3, "poling": "map"}, {}, r"poling='map' \(nearest: pooling"),
     ({}, {"task": "image_clasifier"}, "task='image_clasifier'"),
     ({"pooling": "map"}, {"task": "backbone"}, "pooling='map'"),
-    ({}, {"cls": models.MixerBackbone}, "of a MixerBackbone for MixerBackbone"),
     ({}, {"cls": models.MixerImageClassifier}, "a MixerBackbone for .*a ViTBackbone"),
-    ({"num_classes": 3, "backbone": 3}, {}, "backbone=3"),
 ])  # fmt: skip
 def test_every_source_refuses_alike(sources, kind, overrides, options, message):
     refuses(message, models.resolve, sources[kind], overrides, **options)

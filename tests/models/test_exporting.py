@@ -129,24 +129,32 @@ def test_groups_of_images_want_one_size_of_batch(tmp_path):
 
 @pytest.mark.skipif(BACKEND != "jax", reason="others can")
 @pytest.mark.every_backend
-def test_what_tensorflow_cannot_read_is_refused(tmp_path, monkeypatch):
-    import jax
-    from tensorflow.compiler.mlir.stablehlo import stablehlo
-
-    from keras_moe._backends.jax import readable_by_tensorflow
-
+def test_what_tensorflow_cannot_read_is_refused(tmp_path):
     model = vit(**ONE_BLOCK, router="sparsity_constrained_token_choice")
     with pytest.raises(ValueError, match=r"solver='adam'.*received: solver='newton'"):
         model.export(tmp_path / "model")
     assert not (tmp_path / "model").exists()
-    # What a TensorFlow of long ago does not have.
-    monkeypatch.setattr(stablehlo, "get_current_version", lambda: "1.0.0")
-    program = jax.export.export(jax.jit(lambda x: x.astype("float8_e3m4")))
-    with (
-        pytest.raises(ValueError, match=r"of StableHLO 1\.0\.0.*func_v1"),
-        readable_by_tensorflow(),
-    ):
-        program(np.zeros(2, "float32"))
+
+
+@pytest.mark.every_backend
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="a format of TensorFlow")
+@pytest.mark.filterwarnings("ignore:.*tf.lite.Interpreter is deprecated")
+@pytest.mark.parametrize("name", ["classifier", "expert choice", "limoe"])
+def test_phones_need_no_other_operations(name, tmp_path):
+    import tensorflow as tf
+
+    model, path = ANY_BATCH[name](), tmp_path / "model.tflite"
+    model.export(path, format="litert", verbose=False)
+    builtin = tf.lite.experimental.OpResolverType.BUILTIN
+    interpreter = tf.lite.Interpreter(str(path), experimental_op_resolver_type=builtin)
+    assert not [x for x in interpreter._get_ops_details() if "Flex" in x["op_name"]]
+    run = interpreter.get_signature_runner()
+    for size in (1, 3):
+        inputs = inputs_of(name, size)
+        expected = model.predict(inputs, verbose=0)
+        if not isinstance(inputs, dict):
+            inputs, expected = {"images": inputs}, {"output_0": expected}
+        compare(run(**inputs), expected)
 
 
 def torch_program(path):
@@ -227,12 +235,15 @@ def onnx_outputs(path, inputs):
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path)
+    sizes = {x.shape[0] for x in (*session.get_inputs(), *session.get_outputs())}
+    assert sizes in ({"batch"}, {3})
     names = [x.name for x in session.get_inputs()]
     if not isinstance(inputs, dict):
         inputs = {names[0]: inputs}
     assert names == sorted(inputs)
     outputs = session.run(None, inputs)
     names = [x.name for x in session.get_outputs()]
+    assert names[0] in ("logits", "tokens", "image_embeddings")
     return dict(zip(names, outputs)) if len(outputs) > 1 else outputs[0]
 
 
@@ -268,9 +279,7 @@ def test_onnx_of_groups_of_images(tmp_path):
 
 
 @pytest.mark.parametrize("shapes", [
-    [(None, *SMALL["image_shape"][:2])],
     [(None, 3, *SMALL["image_shape"][1:])],
-    [None],
     [],
     [(None, *SMALL["image_shape"])] * 2,
     {"pictures": (None, *SMALL["image_shape"])},
@@ -281,7 +290,7 @@ def test_signatures_of_other_inputs_are_refused(shapes, tmp_path):
         given = [{name: keras.InputSpec(shape=x) for name, x in shapes.items()}]
     else:
         given = [keras.InputSpec("float32", shape) for shape in shapes]
-    for format in ("onnx", "torch", "tf_saved_model"):
+    for format in {"onnx", "torch", "tf_saved_model"} - {*OTHERS[BACKEND]}:
         with pytest.raises(
             ValueError, match=r"model's inputs, \(None, .*received: inpu"
         ):
@@ -295,16 +304,49 @@ def test_a_folder_is_no_file_to_export_to(tmp_path):
         refuses("received a folder: filepath=", model.export, tmp_path, format=format)
 
 
-@on_torch
-@pytest.mark.skipif(
-    importlib.util.find_spec("torch_xla") is not None, reason="Keras tries it"
-)
-def test_saved_models_are_refused_with_what_works(tmp_path):
+OTHERS = {
+    "jax": {"onnx": "torch", "torch": "torch", "litert": "tensorflow"},
+    "tensorflow": {"onnx": "torch", "torch": "torch"},
+    "torch": {"litert": "tensorflow", "tf_saved_model": "jax or tensorflow"},
+}
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("format", OTHERS[BACKEND])
+def test_other_backends_are_named(format, tmp_path):
+    model, other = ANY_BATCH["dense"](), OTHERS[BACKEND][format]
+    message = (
+        rf"KERAS_BACKEND={other} for.*{BACKEND} writes; received: format='{format}"
+    )
+    refuses(message, model.export, tmp_path / "model", format=format)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.every_backend
+def test_a_failed_export_leaves_the_old_one(tmp_path):
     model = ANY_BATCH["dense"]()
-    for arguments in ({}, {"format": "tf_saved_model"}):
-        with pytest.raises(ValueError, match=r"'torch' or 'onnx'.*KERAS_BACKEND=jax"):
-            model.export(tmp_path / "model", **arguments)
-    assert not (tmp_path / "model").exists()
+    if BACKEND != "torch":
+        folder = tmp_path / "model"
+        model.export(folder, verbose=False)
+        (folder / "notes.txt").write_text("mine")
+        before = (folder / "saved_model.pb").read_bytes()
+        with pytest.raises(TypeError, match="unknown"):
+            model.export(folder, verbose=False, unknown=1)
+        assert (folder / "saved_model.pb").read_bytes() == before
+        model.export(folder, verbose=False)
+        assert (folder / "notes.txt").read_text() == "mine"
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "notes.txt").write_text("mine")
+        refuses("an older SavedModel", model.export, tmp_path / "other")
+    files = {"torch": "model.pt2", "tensorflow": "model.tflite"}
+    if BACKEND in files:
+        path = tmp_path / files[BACKEND]
+        path.write_text("old")
+        format = "torch" if BACKEND == "torch" else "litert"
+        refuses("unknown", model.export, path, format=format, unknown=1)
+        assert path.read_text() == "old"
+        refuses(path.suffix, model.export, tmp_path / "model.x", format=format)
+    assert not [x for x in tmp_path.iterdir() if x.name.startswith(".")]
 
 
 @on_torch

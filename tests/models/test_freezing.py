@@ -123,10 +123,7 @@ def test_a_hand_written_list_of_what_is_trained(tmp_path):
     assert model.get_config()["frozen"] == ["predictions"]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    every_backend_for(["vmoe", "mumoe_mixer", "clip_up", "limoe", "gpt2"], "vmoe"),
-)
+@pytest.mark.parametrize("kind", every_backend_for(["vmoe", "limoe"], "vmoe"))
 def test_the_argument_freezes(kind):
     backbone = KINDS[kind][0]().backbone
     frozen = type(backbone)(
@@ -168,17 +165,11 @@ def test_overrides_replace_what_a_preset_froze(tmp_path):
     assert len(load(tmp_path / "preset", trainable=True).trainable_variables) == every
     assert len(load(tmp_path / "preset", frozen=[]).trainable_variables) == every
     assert load(tmp_path / "preset", trainable=False).trainable_variables == []
-    # Files of before have no such part, and load as they were.
-    config = {k: v for k, v in model.backbone.get_config().items() if k != "frozen"}
-    again = type(model.backbone).from_config(config)
-    assert len(again.trainable_weights) == len(again.weights)
 
 
 @pytest.mark.parametrize(("frozen", "received"), [
     (["block_7"], r"'block_7' \(nearest: block_"),
     (["block_0/attention/query/kernels"], r"query/kernels' \(nearest: kernel"),
-    (["block_0/attention/query/kernel/x"], "query/kernel/x"),
-    ("block_0", "frozen='block_0'"),
     ([3], r"frozen=\[3\]"),
 ])  # fmt: skip
 def test_unknown_paths_are_refused(frozen, received):

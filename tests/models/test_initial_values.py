@@ -287,20 +287,9 @@ def test_rules_of_the_users_own_come_before_the_layers():
 
 @pytest.mark.parametrize(("name", "value", "message"), [
     ("vit_s16", "bert", "Expected initialization"),
-    ("vit_s16", 3, "Expected initialization"),
     ("vit_s16", {"kernel": "no_such_initializer"}, "Expected initialization"),
     ("vit_s16", {"(": "zeros"}, "patterns of weight paths; received: '\\('"),
     ("gpt2", "mumoe_mixer", "initialization for DecoderConfig"),
 ])  # fmt: skip
 def test_unknown_initializations_are_refused(name, value, message):
     refuses(message, fresh, name, initialization=value)
-
-
-def test_int8_kernels_of_a_config_start_at_zero():
-    model = fresh("vmoe_s16", initialization={r".*kernel": "he_normal"}, seed=1)
-    model.quantize("int8", filters="experts")
-    again = type(model).from_config(model.get_config())
-    found = {w.path: keras.ops.convert_to_numpy(w) for w in again.weights}
-    kernel = found["block_1/moe/experts/hidden_kernel"]
-    assert kernel.dtype == "int8"
-    assert not kernel.any()

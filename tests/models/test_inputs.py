@@ -89,11 +89,7 @@ def test_a_model_survives_a_call_that_fails(monkeypatch):
         with pytest.raises(Exception, match="shape"):
             getattr(model, method)(WRONG, *labels)
         assert_same(model.predict(IMAGES, verbose=0), expected)
-    fresh = classifier(**ONE_BLOCK)
-    with pytest.raises(Exception, match="shape"):
-        fresh.predict(WRONG, verbose=0)
-    assert fresh.predict(IMAGES, verbose=0).shape == (2, 3)
-    assert np.isfinite(fresh.fit(IMAGES, LABELS, verbose=0).history["loss"]).all()
+    assert np.isfinite(model.fit(IMAGES, LABELS, verbose=0).history["loss"]).all()
 
 
 @pytest.mark.every_backend
@@ -132,15 +128,12 @@ def test_pixels_from_0_to_255_of_any_source_warn_once(source):
 
 
 @pytest.mark.parametrize(("images", "warns"), [
-    (np.zeros((1, 16, 8, 2), "uint8"), False),
     (np.full((1, 16, 8, 2), 9, "uint8"), True),
     # A line drawing, and one whose pixels were standardised one by one.
     (255 * (np.arange(16) % 8 == 0).repeat(16).reshape(1, 16, 8, 2), True),
     (200.0 * (np.arange(256) == 0).reshape(1, 16, 8, 2) - 0.1, False),
     # Interpolation overshoots.
     (np.linspace(-9, 263, 256).reshape(1, 16, 8, 2), True),
-    (np.linspace(0, 5, 256).reshape(1, 16, 8, 2), False),
-    (np.zeros((0, 16, 8, 2)), False),
 ])  # fmt: skip
 def test_scale_of_pixels(images, warns):
     with warnings.catch_warnings(record=True) as caught:
@@ -155,17 +148,13 @@ IGNORED = keras.losses.SparseCategoricalCrossentropy(True, ignore_class=-1)
 
 @pytest.mark.parametrize(("labels", "num_classes", "loss", "message"), [
     (np.array([0, 3]), 3, SPARSE, "received: 3"),
-    ([np.array([0, 3])], 3, {"predictions": SPARSE}, "received: 3"),
     ([np.array([0, 3])] * 2, 3, [SPARSE, SPARSE], None),
     (np.array([0, -1]), 3, IGNORED, None),
     (np.zeros((2, 1), "int32"), 3, SPARSE, None),
     (np.zeros((), "int32"), 3, SPARSE, r"\(batch,\) or \(batch, 1\); received"),
     (np.zeros((2, 3), "int32"), 3, SPARSE, r"\(batch,\) or \(batch, 1\)"),
     (np.array([[0, 1, 2]]), 3, SEVERAL, "received: 0 to 2"),
-    (np.zeros((2, 3)), 3, SEVERAL, None),
-    (np.zeros(2), 1, SEVERAL, None),
     (np.zeros((2, 4)), 3, SEVERAL, r"\(batch, 3\), one for each image"),
-    (np.full((2, 3), 5.0), 3, "mse", None),
     (keras.KerasTensor((None,), "int32"), 3, SPARSE, None),
 ])  # fmt: skip
 @pytest.mark.parametrize("as_tensor", [False, True])

@@ -183,27 +183,6 @@ def test_chunks_give_the_whole_loss_and_gradient():
         assert_close(parts, whole, 1e-4, 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("batch", "length", "devices", "size"),
-    # Three texts have 170 positions in a chunk: 250 are two parts of 125, and 3 more.
-    [(1, 1024, 1, 512), (3, 250, 1, 128), (8, 1024, 8, 512), (2, 1024, 8, 512)],
-)
-def test_a_device_has_512_tokens_in_a_chunk(batch, length, devices, size, monkeypatch):
-    sizes, whole = [], losses.language.logit_log_likelihoods
-    monkeypatch.setattr(losses.language, "batch_devices", lambda: devices)
-    monkeypatch.setattr(
-        losses.language,
-        "logit_log_likelihoods",
-        lambda logits, ids: sizes.append(logits.shape) or whole(logits, ids),
-    )
-    tokens, kernel = np.ones((batch, length, 1), "float32"), np.ones((1, 2), "float32")
-    values = losses.token_log_likelihoods(
-        tokens, kernel, np.zeros((batch, length), "int32")
-    )
-    assert_close(values, np.full((batch, length), -np.log(2)), 1e-6, 1e-6)
-    assert set(sizes) == {(batch, size, 2)}
-
-
 def test_packing_by_hand():
     rows = pack([[1, 2, 3, 4, 5], [6], [], [7, 8]], 3, padding_id=9)
     assert rows["token_ids"].tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
@@ -407,9 +386,7 @@ def test_compiled_settings_are_saved(tmp_path):
     ("gpt2", {}, 124_475_904),
     ("gpt2", {"use_bias": False}, 124_373_760),
     ("mumoe_gpt2_cp", {}, 124_836_384),
-    ("mumoe_gpt2_cp", {"use_bias": False}, 124_789_536),
     ("mumoe_gpt2_tr", {}, 125_205_984),
-    ("mumoe_gpt2_tr", {"use_bias": False}, 125_159_136),
 ])  # fmt: skip
 def test_published_sizes(preset, overrides, published):
     assert models.describe(preset, **overrides).parameters == published
@@ -446,11 +423,7 @@ def test_vanilla_twins():
     ({"num_modalities": 2}, "without modalities.*num_modalities"),
     ({"positions": "sines"}, "positions='sines'"),
     ({"num_heads": 8, "num_key_value_heads": 8}, "even size.*num_heads=8"),
-    ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
     ({"rope_theta": 0.0}, "rope_theta=0.0"),
-    ({"norm": "batch"}, "norm='batch'"),
-    ({"gated_mlp": 2}, "gated_mlp=2"),
-    ({"input_scale": -1.0}, "input_scale=-1.0"),
     ({"gating_residual": "all"}, "gating_residual='all'"),
 ])  # fmt: skip
 def test_bad_arguments(arguments, message):
@@ -476,12 +449,9 @@ def test_bad_inputs(x, message):
     (inputs(), None, "a prompt of 8 tokens, max_length=8"),
     (inputs(IDS[:, :3]), 9, "max_length=9"),
     (inputs(IDS[:, :3], np.zeros((3, 3))), 6, "no padding in each text"),
-    (inputs(IDS[:0]), None, "at least one prompt"),
     (inputs(IDS[:, :3] + 18), 6, "vocabulary_size - 1 = 19"),
-    ({"token_ids": IDS}, None, "padding_mask alone"),
     ("a text", None, "model with a TextTokenizer"),
     ("a text", 0, "max_length=0"),
-    (inputs(IDS[:, :3] + 0.5), 6, "token_ids to be integers.*float64"),
     (inputs(IDS[:, :3], -np.ones((3, 3))), 6, "without negative numbers.* -1"),
 ])  # fmt: skip
 def test_bad_prompts(prompts, max_length, message):
@@ -512,16 +482,3 @@ def test_bad_texts():
         refuses("stop_token_ids", model.generate, "one", stop_token_ids=ids)
     for documents in ([[1.5, 2]], [3, 4]):
         refuses("list of integers for each document", pack, documents, 4)
-
-
-def test_bad_caches():
-    backbone = decoder("dense")
-    cache = backbone.empty_cache(np.ones((3, 6), "int32"))
-    for ids, start, message in (
-        (IDS[:2, :1], 0, r"\(2, 1\).*\(3, 6\)"),
-        (IDS[:, :3], 4, r"start=4.*\(3, 6\)"),
-    ):
-        refuses(message, backbone.call_with_cache, ids, cache, start)
-    refuses("length=9", backbone.empty_cache, np.ones((3, 9), "int32"))
-    del cache["block_1"]
-    refuses("cache of empty_cache", backbone.call_with_cache, IDS[:, :1], cache, 0)

@@ -7,7 +7,7 @@ import keras_hub
 import pytest
 
 from keras_moe import models
-from keras_moe.models.base.model_card import CARD, MARK
+from keras_moe.models.base.model_card import CARD, MARK, licence_of
 from tests.refusals import refuses
 
 SIZES = {"image_shape": (8, 8, 1), "patch_size": 4, "hidden_dim": 8, "mlp_dim": 12}
@@ -30,6 +30,8 @@ def test_a_card_says_what_is_known(classifier, tmp_path):
         description="Three experts.",
         license="apache-2.0",
         data="photos",
+        base_model="hf://ann/tower",
+        base_license="mit",
         attribution="The photos are Ann's, under CC BY 4.0.",
         recipe={"schedule.epochs": 3, "seed": 0, "notes": ""},
         results=[models.CardResult("accuracy", 0.98764, "photos", "validation")],
@@ -51,6 +53,7 @@ def test_a_card_says_what_is_known(classifier, tmp_path):
         "| seed | 0 |",
         "| accuracy | 0.9876 | photos, validation |",
         "The licence of the weights is apache-2.0.",
+        "The training started from `hf://ann/tower`, whose licence is mit.",
         "The photos are Ann's, under CC BY 4.0.",
         MARK,
     ]:
@@ -59,14 +62,25 @@ def test_a_card_says_what_is_known(classifier, tmp_path):
     assert (folder / "card.png").read_bytes() == b"png"
     # Hugging Face reads the same.
     data = huggingface_hub.ModelCard(page).data
-    assert data.license == "apache-2.0"
+    assert (data.license, data.base_model) == ("apache-2.0", "ann/tower")
     assert data.pipeline_tag == "image-classification"
     assert data.tags == ["keras", "mixture-of-experts", "tiny"]
     (result,) = data.eval_results
-    assert (result.metric_type, result.metric_value) == ("accuracy", 0.98764)
+    assert (result.metric_type, result.metric_value) == ("accuracy", 0.9876)
     assert (result.dataset_name, result.dataset_split) == ("photos", "validation")
     # The folder is a preset as before.
     assert models.from_preset(folder).backbone.moe.num_experts == 3
+
+
+def test_the_licence_of_a_model_is_its_card_s(classifier, tmp_path):
+    assert licence_of("vmoe_digits") == "apache-2.0"
+    assert licence_of("vmoe_s32") is None
+    folder = tmp_path / "preset"
+    assert licence_of(str(folder)) is None
+    classifier.save_to_preset(folder, card=models.ModelCard(license="mit"))
+    assert licence_of(str(folder)) == "mit"
+    (folder / CARD).write_text("---\nlicense: [\n---\n", encoding="utf-8")
+    assert licence_of(str(folder)) is None
 
 
 def test_names_and_values_are_texts_wherever_they_stand(classifier):

@@ -333,9 +333,6 @@ def test_overrides_go_to_their_tower():
     assert experts(num_experts=16) == [16, 16]
     assert experts(num_experts=16, text={"num_experts": 4}) == [16, 4]
     assert experts(image={"moe": None}) == [None, 8]
-    # A tower without experts gets none by a field of the experts.
-    blueprint = models.resolve("clip_up_b32", {"image": {"moe": None}, "moe": None})
-    assert blueprint.config["text"]["moe"] is None
     config = models.resolve("clip_b32", {"image_shape": (64, 64, 3)}).config
     assert config["image"]["image_shape"] == (64, 64, 3)
     assert "image_shape" not in config["text"]
@@ -351,8 +348,6 @@ def test_overrides_go_to_their_tower():
     ("clip_up_b32", {}, 19.55),
     ("clip_up_b16", {}, 54.20),
     ("clip_up_l14", {}, 231.48),
-    ("clip_up_l14", {"text": {"moe": None}}, 227.07),
-    ("clip_up_l14", {"image": {"moe": None}}, 179.69),
 ])  # fmt: skip
 def test_published_operations(preset, overrides, gflops):
     received = models.describe(preset, **overrides).gflops
@@ -435,10 +430,6 @@ def test_accuracy_by_hand():
     metric.update_state(None, outputs)
     metric.update_state(None, {name: x[:1] for name in outputs})
     assert float(metric.result()) == pytest.approx(2 / 4)
-    again = models.ContrastiveAccuracy.from_config(
-        models.ContrastiveAccuracy(7).get_config()
-    )
-    assert (again.chunk_size, again.name) == (7, "contrastive_accuracy")
 
 
 @pytest.mark.every_backend

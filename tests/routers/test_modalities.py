@@ -126,11 +126,8 @@ def test_a_config_takes_them_to_each_block():
 
 @pytest.mark.parametrize(("make", "received"), [
     (lambda: router_of((1, 1)), r"priority=\(1, 1\)"),
-    (lambda: router_of((0, "text")), "priority='text'"),
     (lambda: router_of((0, 1), num_modalities=3), "the 3 modality ids"),
-    (lambda: router_of((0, 1), expert_pools=[[0, 1]]), "the 1 modality ids"),
     (lambda: router_of("text_first"), "'shuffled'.*priority='text_first'"),
-    (lambda: router_of(None), "priority=None"),
     (lambda: router_of(TEXT_FIRST)(LOGITS, training=True),
      "Expected modality_ids .groups, tokens."),
     (lambda: token_choice(LOGITS, LOGITS, 1, 2, "shuffled"), "priority='shuffled'"),

@@ -446,14 +446,6 @@ def test_the_page_s_own_router_changes_the_logits(tmp_path):
         ROUTERS.pop("cosine", None)
 
 
-def test_names():
-    assert len(NAMES) == 7
-    refuses("router='hard'", routers.get, "hard", 4)
-    layer = MoE("sinkhorn_token_choice", Experts(4, 8))
-    assert isinstance(layer.router.affinity, SinkhornAffinity)
-    assert layer.router.num_experts == 4
-
-
 WEIGHTS = {"gshard_loss_weight": "load_balance", "load_loss_weight": "load"}
 WEIGHTS["importance_loss_weight"] = "importance"
 

@@ -95,8 +95,6 @@ def test_a_row_has_a_line_for_each_candidate(report, backend, met):
     assert here["goal"] is here["met"] is None
     assert away["note"] == "a_module_that_nobody_has is not installed"
     assert broken["note"] == "a_module_that_breaks does not import: no such operator"
-    assert away["ratio"] is broken["ratio"] is None
-    assert all(limit.keys() == line.keys() for line in lines)
     assert import_module("fake_benchmark").closed == [99_999]
 
 
@@ -108,8 +106,6 @@ def test_a_noisy_neighbour_is_marked(report, share, noisy):
     assert line["foreign"] == pytest.approx(share)
     assert page.is_noisy(line) is noisy
     assert (" ✓ ! |" in page.as_markdown([line], [row()])) is noisy
-    page.show([line], report)
-    assert report.tables[-1]["rows"] == [line]
 
 
 def test_a_failing_row_takes_no_other_with_it(report, capsys):
@@ -121,11 +117,6 @@ def test_a_failing_row_takes_no_other_with_it(report, capsys):
     assert ready == []
     assert first[0]["note"] == "failed: ValueError: no such size"
     assert [line["row"] for line in second] == ["second"] * 4
-    assert second[0]["rounds"] == 3
-    backends.measure_here(rows, report, budget=0, whole=-1)
-    _, *answers = map(json.loads, capsys.readouterr().out.splitlines())
-    notes = {answer["lines"][0]["note"] for answer in answers}
-    assert notes == {"not measured: no time was left"}
 
 
 def test_the_program_measures_a_row_in_a_child(folder, monkeypatch, capfd):

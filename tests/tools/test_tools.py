@@ -1,5 +1,4 @@
 import json
-import os
 import runpy
 import sys
 from types import SimpleNamespace
@@ -7,7 +6,7 @@ from types import SimpleNamespace
 import keras
 import pytest
 
-from tests.forks import ROOT, run_python
+from tests.forks import ROOT
 from tools import run_tests
 
 BENCHMARKS = ROOT / "tools" / "benchmark"
@@ -61,41 +60,6 @@ def test_benchmarks_run(capsys, monkeypatch, command, columns):
         assert all(names <= set(row) for row in table["rows"])
         # People read the tables on stderr.
         assert table["title"].split()[0] in errors
-
-
-# Stands in for the official model.
-OFFICIAL = """
-from jax import numpy as jnp
-
-class VisionTransformerMoe:
-    def __init__(self, num_classes, encoder, **sizes):
-        self.num_classes, self.moe = num_classes, encoder["moe"]
-
-    def init(self, key, images):
-        return {"kernel": jnp.zeros((images.shape[-1], self.num_classes))}
-
-    def apply(self, weights, images, rngs=None):
-        assert self.moe["layers"] == (1,) and self.moe["num_experts"] == 8
-        logits = jnp.mean(images, axis=(1, 2)) @ weights["kernel"]
-        return logits, {"auxiliary_loss": jnp.zeros(())}
-"""
-
-
-def test_whole_models_are_compiled_beside_the_official_one(tmp_path):
-    package = tmp_path / "vmoe" / "nn"
-    package.mkdir(parents=True)
-    (package / "vit_moe.py").write_text(OFFICIAL)
-    arguments = "--presets vmoe_digits --layers 2 --dispatchers einsum --json"
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    program = BENCHMARKS / "compiled_cost.py"
-    done = run_python(program, *arguments.split(), PYTHONPATH=path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (table,) = json.loads(done.stdout)["tables"]
-    forward, official, gradients, _ = table["rows"]
-    assert forward["model"] == gradients["model"] == "keras_moe"
-    assert official["model"] == "vmoe, einsum"
-    assert 0 < official["GFLOP"] < forward["GFLOP"] < gradients["GFLOP"]
-    assert 0 < forward["temporary MiB"] < gradients["temporary MiB"]
 
 
 def runs(*backends, lane="both", **options):

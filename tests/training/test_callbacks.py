@@ -107,24 +107,6 @@ def test_one_process_of_several_restores_the_best_once_it_is_alone(
     assert actual.score == expected.history["val_accuracy"][-1]
 
 
-def test_a_best_checkpoint_that_cannot_be_written_leaves_the_one_before(
-    tmp_path, monkeypatch
-):
-    save = training.save_checkpoint
-
-    def full_disk(folder, step, *args, **options):
-        if step == 35:
-            raise OSError("No space left on device")
-        return save(folder, step, *args, **options)
-
-    monkeypatch.setattr(training.run_checkpoint, "save_checkpoint", full_disk)
-    mine = recipe(monitor="score", best="restore")
-    with pytest.warns(UserWarning, match="checkpoint of step 35"):
-        actual = run(tmp_path, mine, keep_checkpoints=1)
-    assert names(tmp_path) == ["step-00000014", "step-00000042"]
-    assert actual.score == actual.history["val_accuracy"][1]
-
-
 def test_what_is_better():
     def rows(values, **options):
         best = BestEpoch("x/y", **options)

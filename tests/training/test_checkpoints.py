@@ -105,10 +105,7 @@ def writes(text):
 @pytest.mark.parametrize(("name", "damage"), [
     ("model.safetensors", flip),
     ("optimizer.safetensors", cut),
-    ("model.safetensors", Path.unlink),
-    ("state.json", cut),
     ("state.json", Path.unlink),
-    ("state.json", writes("5")),
     ("state.json", writes("[" * 100_000)),
     ("state.json", writes('{"step": 3, "state": {}, "variables": {}}')),
 ])  # fmt: skip
@@ -143,8 +140,7 @@ def test_an_edited_state_is_skipped(tmp_path, kind):
     whole = json.loads(file.read_text())
     for edit in (
         {"state": {"seed": 2, "finished": True}}, {"state": {"seed": 1}},
-        {"state": None}, {"step": "2"}, {"variables": {}}, {"more": 1},
-        {"state_sha256": "0" * 64}, {"state_sha256": None},
+        {"step": "2"}, {"more": 1}, {"state_sha256": None},
     ):  # fmt: skip
         file.write_text(json.dumps({**whole, **edit}))
         message = r"Skips checkpoints: .*step-00000002 \(.*expected the state that was"
@@ -208,18 +204,6 @@ def test_a_failed_write_leaves_the_checkpoints_before(
             save(tmp_path, 2, seed=2)
     assert names(tmp_path) == ["step-00000001"]
     assert_same(restored(training.find_checkpoint(tmp_path)), variables(1))
-
-
-def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch, kind):
-    save(tmp_path, 1, seed=1)
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=9))
-    message = r"No space left on device; received: \d+ bytes to write, and 9 bytes free"
-    with pytest.raises(OSError, match=message):
-        save(tmp_path, 2, seed=2)
-    monkeypatch.undo()
-    assert names(tmp_path) == ["step-00000001"]
-    assert training.find_checkpoint(tmp_path).state == {"seed": 1}
 
 
 def test_a_run_goes_on_when_the_disk_is_full(tmp_path):
@@ -298,16 +282,6 @@ def test_other_variables_are_refused(tmp_path):
     refuses(r"of pre_logits/kernel in .*head/kernel", checkpoint.restore, groups[1])
 
 
-def test_files_without_the_variables_of_their_state_are_refused(tmp_path):
-    path = save(tmp_path, 1)
-    content = json.loads((path / "state.json").read_text())
-    content["variables"]["optimizer"][0][0] = "other"
-    (path / "state.json").write_text(json.dumps(checkpoint_files.signed(content)))
-    checkpoint = training.open_checkpoint(path)
-    with pytest.raises(ValueError, match="Expected the variables of a checkpoint"):
-        checkpoint.restore({"optimizer": variables()[:2]})
-
-
 def test_remote_folders_are_read_by_orbax_and_not_locked(tmp_path, monkeypatch):
     pytest.importorskip("orbax.checkpoint")
     for name in ("gs://bucket/run", Path("gs://bucket/run")):
@@ -348,15 +322,6 @@ def test_a_run_resumes_exactly(tmp_path, kind):
     assert len(history["drawn"]) == 3
     assert again == history
     assert_same(actual.variables, expected.variables)
-
-
-def test_a_run_without_all_random_states_is_refused(tmp_path):
-    run(tmp_path, 1)
-    path = tmp_path / "step-00000002" / "state.json"
-    content = json.loads(path.read_text())
-    del content["state"]["random"]["keras"]
-    path.write_text(json.dumps(checkpoint_files.signed(content)))
-    refuses(r"of this version .* Begin the run anew", run, tmp_path, 2)
 
 
 def test_your_own_settings_may_have_any_names(tmp_path):

@@ -40,6 +40,17 @@ def test_names_are_those_of_the_data_and_saved(letters, tmp_path):
     assert again.preprocessor.class_names == NAMES
 
 
+def test_a_look_at_test_data_is_at_all_classes(letters):
+    mine = recipe(data=letters, batch_size=5)
+    datasets = mine.datasets(mine.new_model(10))
+    in_order, shuffled = (
+        {*np.argmax(next(iter(batches))[1], axis=-1).tolist()}
+        for batches in (datasets.test, datasets.shuffled_test())
+    )
+    assert in_order == {0, 1, 2, 3, 4}
+    assert len(shuffled - in_order) in (1, 2, 3, 4)
+
+
 def test_a_presets_names_are_not_those_of_unknown_data():
     assert recipe().new_model(10).preprocessor.class_names is not None
     images, labels = np.zeros((10, 8, 8, 1), "float32"), np.eye(10, dtype="float32")

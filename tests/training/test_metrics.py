@@ -39,7 +39,9 @@ def test_metrics_are_those_of_arrays(sparse_labels):
     binned = MeanAveragePrecision(C, num_bins=16, sparse_labels=sparse_labels)
     # 40 / 16 = 2.5 is the width of a bin: many logits are tied.
     rounded = np.floor(np.clip((logits + 20) / 2.5, 0, 15))
-    finer = MeanAveragePrecision(C, 4000, 5.0, sparse_labels=sparse_labels)
+    finer = MeanAveragePrecision(
+        C, num_bins=4000, max_logit=5.0, sparse_labels=sparse_labels
+    )
     top = PrecisionAt1(sparse_labels=sparse_labels)
     for weight in (None, weights):
         for metric in (binned, finer, top):
@@ -69,7 +71,9 @@ def test_probabilities_are_their_logits():
 def test_configs_come_back():
     for metric in (
         PrecisionAt1(sparse_labels=True, name="p"),
-        MeanAveragePrecision(3, 10, 2.0, from_logits=False, sparse_labels=True),
+        MeanAveragePrecision(
+            3, num_bins=10, max_logit=2.0, from_logits=False, sparse_labels=True
+        ),
     ):
         again = keras.metrics.deserialize(keras.metrics.serialize(metric))
         assert again.get_config() == metric.get_config()

@@ -103,11 +103,8 @@ def test_an_error_leaves_the_model_as_it_was(tmp_path):
     for checkpoints, metric, message in (
         ([], closeness((0, 0)), "at least one checkpoint"),
         ([good, array(1, 1) * 2], closeness((0, 0)), "checkpoint 1: zip"),
-        ([good, [np.zeros((3, 1))]], closeness((0, 0)), "checkpoint 1: The shape"),
         ([good, tmp_path / "wide.weights.h5"], closeness((0, 0)), "checkpoint 1: "),
         ([good, tmp_path / "torn.weights.h5"], closeness((0, 0)), "torn.weights.h5"),
-        ([good, tmp_path / "no.weights.h5"], closeness((0, 0)), "no.weights.h5"),
-        ([tmp_path, good], closeness((0, 0)), "checkpoint 0: "),
         ([good], lambda model: float("nan"), "finite metric; received: nan with"),
     ):
         with pytest.raises(ValueError, match=f"Expected .*{message}"):

@@ -59,6 +59,12 @@ def test_every_router_has_figures(name):
     (row,) = health._rows
     assert row["layer"] == "block_1"
     assert sum(row["expert_shares"]) == pytest.approx(1.0)
+    counts = row["selected_experts"], row["tokens_per_expert"]
+    # Two of four experts for nine tokens of each of four images.
+    assert counts == {
+        "token choice": (2, 18), "sinkhorn": (2, 18), "mumoe": (None, None),
+    }.get(name, counts)  # fmt: skip
+    assert (health.costs.routed_share > 0) == (name != "mumoe")
     has_choices = name in ("token choice", "sinkhorn", "moe++")
     assert (row["dropped_choices"] is not None) == has_choices
     if name == "token choice":
@@ -179,37 +185,6 @@ def test_a_run_that_goes_on_hides_the_events_of_steps_made_again(tmp_path):
         health.measured({"epoch": 0, "step": step})
     assert {step for _, step in _events(tmp_path, hidden_from)} == {2, 3}
     assert sorted(hidden_from) == [2, 3]
-
-
-def test_a_full_disk_costs_figures_of_no_run(tmp_path, monkeypatch):
-    pytest.importorskip("tensorboardX")
-    path, board = tmp_path / "health.csv", tmp_path / "board"
-    health = quiet_health(csv_path=path, tensorboard=board)
-    health.set_model(classifier())
-    health.measure()
-
-    def full(*arguments):
-        raise OSError(28, "No space left on device")
-
-    def measured(step):
-        record = {"epoch": step, "step": step}
-        health.measured(record)
-
-    measured(1)
-    with monkeypatch.context() as patched:
-        patched.setattr(training.router_health, "write_text", full)
-        patched.setattr(training.router_health.EventFile, "write", full)
-        message = r"{} could not be written: .*No space.*; the run goes on"
-        with (
-            pytest.warns(UserWarning, match=message.format(r"health\.csv")),
-            pytest.warns(UserWarning, match=message.format("board")),
-        ):
-            measured(2)
-        with pytest.warns(UserWarning, match=r"health\.csv could not"):
-            health.set_state(health.get_state() | {"records": []})
-    measured(3)
-    assert [int(row["step"]) for row in rows_of(path)] == [1, 2, 3]
-    assert {step for _, step in _events(board, [])} == {1, 2, 3}
 
 
 # Usage

@@ -88,24 +88,17 @@ def test_reference_upcycling(case):
 
 @pytest.mark.parametrize(("kind", "arguments", "preserved"), [
     ("vit", {}, True),
-    ("vit", {"num_selected_experts": 1}, True),
     ("vit", {"router": "sinkhorn_token_choice"}, True),
-    ("vit", {"evaluation": "official", "eval_capacity_factor": 4.0}, True),
-    ("vit", {"shared_experts": 1}, True),
     ("vit", {"shared_experts": 2, "route_scale": 2.5}, True),
     ("vit", {"gates": "sigmoid", "selection_bias_rate": 0.001}, True),
     ("vit", {"route_scale": 2.5}, False),
     ("vit", {"normalize_gates": False}, False),
     ("vit", {"evaluation": "official", "eval_capacity_factor": 0.3}, False),
-    ("vit", {"evaluation": "official", "capacity_factor": 0.3}, False),
-    ("vit", {"evaluation": "batch_invariant", "eval_capacity": 2}, False),
     ("vit", {"router": "softmax_expert_choice", "capacity_factor": 0.3}, False),
     ("vit", {"router": "soft"}, False),
     ("vit", {"noise": 0.5}, False),
     # A mixer's feed-forward parts are the same.
     ("mixer", {}, True),
-    ("mixer", {"router": "soft"}, False),
-    ("mixer", {"noise": 0.5}, False),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:normalize_gates='after'")
 def test_the_function_is_preserved_where_theory_says_so(kind, arguments, preserved):
@@ -479,9 +472,5 @@ def test_the_report_prints_and_is_plain_data():
     report.print(console)
     text, plain = console.export_text(), json.loads(json.dumps(report.to_dict()))
     assert f"{report.parameters:,}" in text
-    assert plain["slots"] == 0
-    assert "text/block_1" in text
     assert "largest difference, image" in text
     assert plain["modalities"]["text"]["blocks"] == ["text/block_1"]
-    assert plain["modalities"]["image"]["blocks"] == []
-    assert plain["modalities"]["image"]["preserved"] is True

@@ -180,40 +180,6 @@ ROWS = (
         peers={"transformers": "transformers", "timm": "timm"},
         backends=("jax", "torch"),
     ),
-    *(
-        Row(
-            name=f"decoding-{batch}",
-            work="32 tokens by Mixtral, 4 blocks of 8 experts, K=2, D=512, H=1,792, "
-            f"batch {batch}",
-            source="decoding:models_and_prompts",
-            arguments={"batch": batch},
-            subject="keras_moe",
-            goals={"keras_hub": 0.5},
-            backends=("jax", "torch"),
-            rounds=7,
-        )
-        for batch in (1, 16)
-    ),
-    Row(
-        name="prefill",
-        work="One token by that Mixtral after 512, batch 1",
-        source="decoding:models_and_prompts",
-        arguments={"batch": 1, "prompt": 512, "generated": 1},
-        subject="keras_moe",
-        goals={"keras_hub": 0.5},
-        backends=("jax", "torch"),
-        rounds=7,
-    ),
-    Row(
-        name="decoding-length",
-        work="32 tokens by that Mixtral with our experts, after 992 over after 16",
-        source="decoding:by_length",
-        arguments={"batch": 1, "prompts": (992, 16)},
-        subject="after 992",
-        goals={"after 16": None},
-        backends=("jax", "torch"),
-        rounds=7,
-    ),
     Row(
         name="moepp-lm-step",
         work="Training step of two blocks of moepp_lm_0.6b, 4 x 256 tokens",

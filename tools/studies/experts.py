@@ -1,9 +1,12 @@
 """Ask what experts gain on real images, and which of their newer parts pay.
 
-models compares dense models, a wide one and mixtures of experts; bias sigmoid gates
+models compares dense models, a wide one and mixtures of experts; kinds other routers
+and experts; large models of twice the width; few a tenth of the images; left_out trains
+on half of the classes, for 10-shot probes of the others. bias compares sigmoid gates
 whose selection bias balances the experts with auxiliary losses, here and for the preset
 vmoe_digits by its own recipe; upcycled the ways to begin with a trained dense model, at
-equal steps; muon that optimizer with AdamW, each with the best of the same rates.
+equal steps; muon that optimizer with AdamW, each with the best of the same rates;
+official whether training equals that of google-research/vmoe.
 
 Models of a seed see the same batches, and differences are taken seed by seed. Images
 held out of the training split choose between settings; the test images are read once,
@@ -12,7 +15,7 @@ by the weights that were chosen. --epochs is a whole run, of which upcycled is h
 
 import argparse
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +28,7 @@ from keras_moe import analysis, data, evaluation, models, training
 from keras_moe.cli._arguments import RESUMES, Result, add_count, add_data, positive
 from keras_moe.cli.train import backend_and_versions
 from keras_moe.training._upcycled import copy_weights
+from tools.benchmark import timing
 from tools.studies import plots
 from tools.studies.study import (
     OnProgress,
@@ -50,7 +54,7 @@ python -m tools.studies experts
 python -m tools.studies experts --parts bias muon --seeds 5
 python -m tools.studies experts --train-images 20000 --epochs 10"""
 INTERRUPTED = RESUMES
-PARTS = ("models", "bias", "upcycled", "muon")
+PARTS = ("models", "kinds", "large", "few", "left_out", "bias", "upcycled", "muon")
 MODEL = {
     "preset": "vmoe_digits",
     "load_weights": False,
@@ -66,7 +70,15 @@ DENSE = {"model.moe_layers": None}
 WIDE = {**DENSE, "model.mlp_dim": 288}
 # The recipe of the preset, in as many steps without the images that are held out.
 DIGITS, DIGITS_EPOCHS, DIGITS_HELD_OUT = "vmoe_digits", 31, 256
-FIGURES = ("accuracy", "nll", "largest_load", "training_load")
+FIGURES = (
+    *("accuracy", "nll", "largest_load", "training_load"),
+    *("ten_shot_digits", "ten_shot_left_out"),
+)
+FREE = {"zero_experts": 1, "copy_experts": 1, "constant_experts": 2}
+TWICE = {"model.hidden_dim": 64, "model.mlp_dim": 128}
+STEP_ROUNDS = 20
+# Examples of a class in linear probes.
+SHOTS = 10
 # Batches of training images whose load is measured.
 LOAD_BATCHES = 40
 
@@ -74,7 +86,7 @@ Overrides = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_parts(parser, PARTS)
+    add_parts(parser, (*PARTS, "official"))
     add_data(parser, default="fashion_mnist")
     for name, default, text in (
         ("train-images", None, "The number of images to train on; by default all."),
@@ -113,9 +125,21 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         },
     )
     half = {"schedule.epochs": max(args.epochs // 2, 1)}
-    task = Task(study, recipe, args.held_out, args.train_images, args.data_dir)
+    own = recipe, args.held_out, args.train_images, args.data_dir
+    task = Task(study, *own)
     make = {
         "models": lambda: {args.data: (task, sizes())},
+        "kinds": lambda: {args.data: (task, kinds())},
+        "large": lambda: {f"{args.data}, width 64": (task, few_sizes(TWICE))},
+        "few": lambda: {
+            f"{args.data}, a tenth": (task.of_tenth(), few_sizes()),
+        },
+        "left_out": lambda: {
+            f"{args.data}, half of the classes": (
+                Task(study, *own, left_out=range(task.classes // 2, task.classes)),
+                few_sizes(),
+            )
+        },
         "bias": lambda: {
             **{f"{args.data}, K={k}": (task, balances(k)) for k in args.selected},
             DIGITS: (digits_task(study), balances(2, softmax=False)),
@@ -126,14 +150,20 @@ def run(args: argparse.Namespace, console: Console) -> Result:
             for name, own in (("dense", DENSE), ("V-MoE, K=2", moe(2)))
         },
     }
-    return run_parts(
-        study,
-        {
-            name: Comparison(study, name, make[name](), args.seeds)
-            for name in PARTS
-            if name in args.parts
-        },
-    )
+    parts: dict[str, Part] = {
+        name: Comparison(study, name, make[name](), args.seeds)
+        for name in PARTS
+        if name in args.parts
+    }
+    if "official" in args.parts:
+        if keras.backend.backend() == "jax":
+            # The official code is JAX.
+            from tools.studies.official_training import Official
+
+            parts["official"] = Official(study, task, args.seeds)
+        else:
+            console.print("official  left out: it needs KERAS_BACKEND=jax")
+    return run_parts(study, parts)
 
 
 class Model(NamedTuple):
@@ -183,6 +213,34 @@ def sizes() -> Rows:
     )
 
 
+def few_sizes(own: Overrides | None = None) -> Rows:
+    """A dense model, a wide one and mixtures of experts, all with these overrides."""
+    own = own or {}
+    width = WIDE["model.mlp_dim"] * own.get("model.mlp_dim", 64) // 64
+    rows = {
+        "dense": DENSE,
+        "wide": {**DENSE, **own, "model.mlp_dim": width},
+        "V-MoE, K=1, every other block": moe(1),
+        "V-MoE, K=2, all blocks": moe(2, "every_1"),
+    }
+    return only({name: {**own, **row} for name, row in rows.items()})
+
+
+def kinds() -> Rows:
+    """Routers and experts of other kinds, in every other block."""
+    return only(
+        {
+            "dense": DENSE,
+            "V-MoE, K=1": moe(1),
+            "Sinkhorn, K=1": moe(1, router="sinkhorn_token_choice"),
+            "expert choice": moe(1, router="softmax_expert_choice"),
+            "Soft MoE": moe(1, router="soft"),
+            "MoE++, K=2": moe(2, **FREE, gating_residual=True),
+            "muMoE": {"model.moe_layers": "every_2", "model.router": "mumoe"},
+        }
+    )
+
+
 def balances(selected: int, softmax: bool = True) -> Rows:
     """What keeps the experts' loads equal, on both kinds of gates or on sigmoids."""
     # With K=1 a normalised gate has no gradient.
@@ -227,7 +285,10 @@ def optimizers(own: Overrides, rates: list[float]) -> Rows:
 
 
 class Task:
-    """A recipe on part of its training images, of which others are held out."""
+    """A recipe on part of its training images, of which others are held out.
+
+    Images of classes that are left out are in no split.
+    """
 
     def __init__(
         self,
@@ -236,13 +297,16 @@ class Task:
         held_out: int,
         train_images: int | None = None,
         data_dir: str | None = None,
+        left_out: Sequence[int] = (),
     ):
         self.study, self.recipe, self.data_dir = study, recipe, data_dir
-        self.models, self.predictors = {}, {}
+        self.models, self.predictors, self.left_out = {}, {}, list(left_out)
         source, batch_size = recipe.data.source, recipe.data.batch_size
         self.classes = data.num_classes(source, data_dir)
         self.count = data.num_examples(source, "train", data_dir)
         order = np.random.default_rng(0).permutation(self.count)
+        if self.left_out:
+            order = order[~np.isin(self.whole("train")[1], self.left_out)[order]]
         parts = order[:held_out], order[held_out:][:train_images]
         self.parts = dict(zip(("validation", "train"), parts))
         if len(parts[1]) < batch_size:
@@ -250,6 +314,27 @@ class Task:
                 "Expected a whole batch to train on beside --held-out; received: "
                 f"{len(parts[1])} of {self.count} images, batch_size={batch_size}"
             )
+
+    def of_tenth(self) -> "Task":
+        """The same with a tenth of the images."""
+        count = len(self.parts["train"]) // 10
+        held_out = len(self.parts["validation"])
+        return Task(self.study, self.recipe, held_out, count, self.data_dir)
+
+    def options(self, **options: Any) -> dict[str, Any]:
+        """What every `load` of images has in common."""
+        return {
+            "image_shape": tuple(self.recipe.model.overrides["image_shape"]),
+            "batch_size": self.recipe.data.batch_size,
+            "data_dir": self.data_dir,
+            **options,
+        }
+
+    def whole(self, split: str) -> list[np.ndarray]:
+        """All images and labels of a split, held out or not."""
+        source, options = self.recipe.data.source, self.options(shuffle=False)
+        batches = data.load(source, split, **options)
+        return [np.concatenate(x) for x in zip(*batches.as_numpy_iterator())]
 
     def load(self, split: str, **options: Any) -> Any:
         """Batches of `"train"`, `"validation"` or `"test"`."""
@@ -259,11 +344,8 @@ class Task:
         return data.load(
             self.recipe.data.source,
             "test" if split == "test" else "train",
-            tuple(self.recipe.model.overrides["image_shape"]),
-            self.recipe.data.batch_size,
-            data_dir=self.data_dir,
             exclude=exclude,
-            **{"shuffle": False, **options},
+            **self.options(**{"shuffle": False, **options}),
         )
 
     def load_augmented(self, seed: int, **options: Any) -> Any:
@@ -283,6 +365,7 @@ class Task:
             **self.recipe_of(model.overrides, seed).settings(),
             "data_dir": self.data_dir,
             **{name: len(part) for name, part in self.parts.items()},
+            **({"left_out": self.left_out} if self.left_out else {}),
         }
         if model.dense is not None:
             settings["start"] = {
@@ -358,10 +441,29 @@ class Task:
             if "largest_load" in figures:
                 seen = self.load_augmented(seed).take(LOAD_BATCHES)
                 figures["training_load"] = self.figures(*own, seen)["largest_load"]
-            return figures, {}
+            return {**figures, **self.probes(*own)}, {}
 
-        settings = {"trained": self.study.settings_of(trained)}
+        settings = {"trained": self.study.settings_of(trained), "probes": SHOTS}
         return Run("tested", seed, settings, make, label)
+
+    def times_run(self, rows: Mapping[str, Overrides]) -> Run:
+        """The time of a training step of each row, in ms, interleaved."""
+
+        def make(on_progress):
+            batches = self.load_augmented(0, one_hot=True)
+            batch = next(iter(batches.as_numpy_iterator()))
+            steps = {}
+            for label, overrides in rows.items():
+                on_progress(label)
+                recipe = self.recipe_of(overrides, 0)
+                model = recipe.new_model(self.classes)
+                recipe.compile(model, 100)
+                steps[label] = functools.partial(model.train_on_batch, *batch)
+            times = timing.interleaved(steps, STEP_ROUNDS)
+            return {label: 1e3 * x for label, x in times.items()}, {}
+
+        settings = {"rows": rows, "recipe": self.recipe.settings()}
+        return Run("step_times", 0, settings, make)
 
     def figures(
         self, overrides: Overrides, arrays: dict[str, np.ndarray], batches: Any
@@ -371,14 +473,16 @@ class Task:
         The load is of all tokens of these images, none of which is dropped, over the
         mean of the experts, in the block where that is most.
         """
-        images, labels = zip(*batches.as_numpy_iterator())
-        labels = np.concatenate(labels)
+        images, labels = map(np.concatenate, zip(*batches.as_numpy_iterator()))
+        if self.left_out:
+            kept = ~np.isin(labels, self.left_out)
+            images, labels = images[kept], labels[kept]
         model: Any = self.with_weights(overrides, arrays)
         if id(model) not in self.predictors:
             outputs = {"logits": model.output, "routing": model.routing}
             self.predictors[id(model)] = keras.Model(model.input, outputs)
         outputs = self.predictors[id(model)].predict(
-            np.concatenate(images), batch_size=self.recipe.data.batch_size, verbose=0
+            images, batch_size=self.recipe.data.batch_size, verbose=0
         )
         probabilities = keras.ops.convert_to_numpy(
             keras.ops.softmax(outputs["logits"].astype("float32"))
@@ -394,6 +498,39 @@ class Task:
         if shares:
             figures["largest_load"] = max(float(x.max() * len(x)) for x in shares)
         return figures
+
+    def probes(
+        self, overrides: Overrides, arrays: dict[str, np.ndarray]
+    ) -> dict[str, float]:
+        """Linear accuracies from few examples of classes that were not trained on.
+
+        Digits (Fashion-MNIST's size), and the classes that are left out.
+        """
+        model: Any = self.with_weights(overrides, arrays)
+        shape = self.options()["image_shape"]
+        sources = {}
+        if self.recipe.data.source != "digits":
+            sources["digits"] = (
+                data.load_digits("train", image_shape=shape),
+                data.load_digits("test", image_shape=shape),
+            )
+        if self.left_out:
+            sources["left_out"] = [
+                (images[chosen], labels[chosen] - min(self.left_out))
+                for images, labels in map(self.whole, ("train", "test"))
+                for chosen in (np.isin(labels, self.left_out),)
+            ]
+        features = keras.Model(model.input, model.features)
+        return {
+            f"ten_shot_{name}": float(
+                evaluation.few_shot(
+                    *evaluation.extract_features(features, train, 500, verbose=0),
+                    *evaluation.extract_features(features, test, 500, verbose=0),
+                    shots=(SHOTS,),
+                ).mean[0]
+            )
+            for name, (train, test) in sources.items()
+        }
 
 
 def digits_task(study: Study) -> Task:
@@ -450,6 +587,18 @@ class Comparison(Part):
         for part in zip(*runs):
             self.study.finish_all([run for row in part for run in row])
         tables = {title: {} for title in self.tables}
+        times = {
+            title: self.study.finish(
+                task.times_run(
+                    {
+                        label: settings[name].overrides
+                        for (other, _, label, settings), name in zip(rows, chosen)
+                        if other == title
+                    }
+                )
+            )
+            for title, (task, _) in self.tables.items()
+        }
         for (title, task, label, settings), name, own, both in zip(
             rows, chosen, tried, runs
         ):
@@ -465,6 +614,7 @@ class Comparison(Part):
                 "difference": spread([x - y for x, y in zip(accuracies, control)]),
                 "held_out": spread_of(held_out, "accuracy"),
                 "loss": spread_of(trained, "loss"),
+                "step_ms": times[title][label],
                 **task.costs(settings[name].overrides),
                 **{key: spread_of(tested, key) for key in FIGURES if key in tested[0]},
             }
@@ -474,20 +624,26 @@ class Comparison(Part):
         for title, rows in results.items():
             table = new_table(
                 f"{self.name}: {title}",
-                *("model", "MFLOPs", "test %", "difference", "NLL"),
-                *("load", "on test"),
+                *("model", "parameters", "MFLOPs", "step", "loss", "test %"),
+                *("difference", "NLL", "load", "on test", "10-shot %"),
                 box=box.SIMPLE_HEAD,
                 padding=(0, 1, 0, 0),
             )
+            control = next(iter(rows.values()))
             for label, row in rows.items():
+                probes = [row[x] for x in FIGURES if x.startswith("ten") and x in row]
                 loads = (row.get(f"{x}_load") for x in ("training", "largest"))
                 table.add_row(
                     f"{label} {row['chosen']}".rstrip(),
+                    f"{row['parameters']:,}",
                     f"{row['mflops']:.2f}",
+                    f"{row['step_ms'] / control['step_ms']:.2f}",
+                    plus_minus(row["loss"], 3),
                     percent(row["accuracy"]),
                     percent(row["difference"]),
                     f"{row['nll']['mean']:.3f}",
                     *(plus_minus(load) if load else "" for load in loads),
+                    ", ".join(map(percent, probes)),
                 )
             console.print(table)
 

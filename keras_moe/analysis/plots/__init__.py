@@ -3,7 +3,7 @@
 Every `plot_...` function returns its matplotlib figure, without using pyplot or a
 display. Two arguments are documented only here: `path`, the file to write, in the
 format of its suffix (default `.png`; nothing is written with `path=None`), and `title`,
-the text above the plot. Install matplotlib with `pip install 'keras-moe[plots]'`.
+the text above the plot. Install matplotlib with `pip install ".[plots]"` in a clone.
 """
 
 from keras_moe.analysis.plots.experts import (
@@ -23,8 +23,8 @@ from keras_moe.analysis.plots.images import (
     plot_type_maps,
 )
 from keras_moe.analysis.plots.training import (
+    plot_errors_over_costs,
     plot_router_health,
-    plot_step_costs,
     plot_training_history,
 )
 
@@ -32,6 +32,7 @@ __all__ = [
     "plot_ablation",
     "plot_compute_maps",
     "plot_coverage",
+    "plot_errors_over_costs",
     "plot_expert_groups",
     "plot_expert_images",
     "plot_expert_load",
@@ -41,7 +42,6 @@ __all__ = [
     "plot_load_by_type",
     "plot_router_health",
     "plot_routing_scores",
-    "plot_step_costs",
     "plot_training_history",
     "plot_type_maps",
 ]

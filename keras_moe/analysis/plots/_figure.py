@@ -36,9 +36,9 @@ _NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 
 def new_figure(layout: Any = "constrained", **kwargs) -> "Figure":
     """Makes a figure without pyplot or a display."""
-    needs = "Pictures need matplotlib: pip install 'keras-moe[plots]'"
-    figure = import_extra("matplotlib.figure", needs).Figure(layout=layout, **kwargs)
-    import_extra("matplotlib.backends.backend_agg", needs).FigureCanvasAgg(figure)
+    needs = ("Pictures need matplotlib", "plots")
+    figure = import_extra("matplotlib.figure", *needs).Figure(layout=layout, **kwargs)
+    import_extra("matplotlib.backends.backend_agg", *needs).FigureCanvasAgg(figure)
     return figure
 
 

@@ -30,6 +30,7 @@ def plot_expert_images(
     routing: Routing,
     path: str | os.PathLike | None = None,
     labels: Sequence[object] | np.ndarray | None = None,
+    *,
     experts: Sequence[int] | None = None,
     threshold: float | None = 0.5,
     seed: int | None = 0,
@@ -85,6 +86,7 @@ def plot_expert_patches(
     routing: Routing,
     grid: tuple[int, int],
     path: str | os.PathLike | None = None,
+    *,
     experts: Sequence[int] | None = None,
     title: str = "Patches that use an expert most",
 ) -> "Figure":
@@ -137,6 +139,7 @@ def plot_expert_views(
     routing: Routing,
     grid: tuple[int, int],
     path: str | os.PathLike | None = None,
+    *,
     images_per_expert: int = 8,
     title: str = "What each expert looks at",
 ) -> "Figure":
@@ -189,6 +192,7 @@ def plot_compute_maps(
     maps: ArrayLike,
     path: str | os.PathLike | None = None,
     num_selected_experts: int = 2,
+    *,
     title: str = "Where the model spends compute",
     columns: int = 4,
 ) -> "Figure":

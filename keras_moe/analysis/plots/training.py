@@ -3,12 +3,18 @@
 import csv
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from keras_moe._files import read_text
-from keras_moe.analysis.plots._figure import new_axes, save_figure
+from keras_moe.analysis.plots._figure import (
+    COLOURS,
+    GREY,
+    new_axes,
+    plain_axis,
+    save_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,41 +65,44 @@ def plot_training_history(
     return save_figure(figure, path, title)
 
 
-def plot_step_costs(
-    costs: Any, path: str | os.PathLike | None = None, title: str | None = None
+def plot_errors_over_costs(
+    errors: Mapping[str, Sequence[float]],
+    costs: Mapping[str, Mapping[str, float]],
+    path: str | os.PathLike | None = None,
+    title: str = "Errors over costs",
 ) -> "Figure":
-    """Plots the memory of a step by part, and its time where it is known.
+    """Plots the errors of models over each cost: a dot for each seed, bars for means.
 
     Args:
-        costs: `keras_moe.distribution.CompiledCosts`.
+        errors: test errors of each model by seed, as shares.
+        costs: the cost of each model, by the label of its axis.
 
     Example:
 
-    ```python
-    plots.plot_step_costs(costs, "costs.png")
-    ```
+    >>> from keras_moe.analysis import plots
+    >>> errors = {"experts": [0.10, 0.12], "dense": [0.13, 0.14]}
+    >>> costs = {"MFLOPs": {"experts": 5.9, "dense": 5.9}}
+    >>> figure = plots.plot_errors_over_costs(errors, costs, "errors.png")
     """
-    free = costs.capacity - costs.memory_bytes
-    panels = {
-        f"memory of a device, GiB (of {costs.capacity / 2**30:.1f})": {
-            name: size / 2**30 for name, size in {**costs.memory, "free": free}.items()
-        }
-    }
-    if costs.seconds is not None:
-        label = f"time of a step, ms (model FLOPs utilisation {costs.utilization_text})"
-        panels[label] = {name: 1e3 * x for name, x in costs.seconds.items()}
-    figure, (axes,) = new_axes(4.5 * len(panels), 3.6, columns=len(panels))
-    for axis, (label, parts) in zip(axes, panels.items()):
-        names, values = list(parts), list(parts.values())
-        colors = ["0.8" if name == "free" else "tab:blue" for name in names]
-        axis.barh(names, values, color=colors)
-        for y, value in enumerate(values):
-            axis.annotate(f" {value:.2f}", (max(value, 0), y), va="center", fontsize=8)
-        axis.invert_yaxis()
-        axis.margins(x=0.18)
-        axis.set_title(label, fontsize=9)
-        axis.tick_params(labelsize=8)
-    return save_figure(figure, path, costs.heading if title is None else title)
+    figure, (axes,) = new_axes(4.2 * len(costs), 3.4, columns=len(costs), sharey=True)
+    for axis, (label, values) in zip(axes, costs.items()):
+        # Models of equal cost stand side by side.
+        width = 0.015 * max(values.values())
+        for number, (name, seeds) in enumerate(errors.items()):
+            percent = 100 * np.asarray(seeds, "float64")
+            x = values[name] + width * (number - (len(errors) - 1) / 2)
+            colour = COLOURS[number]
+            axis.plot([x] * len(percent), percent, "o", color=colour, ms=4, alpha=0.6)
+            style = {"color": colour, "ms": 16, "mew": 2.5, "label": name}
+            axis.plot(x, percent.mean(), "_", **style)
+        axis.margins(x=0.1, y=0.15)
+        axis.set_xlim(left=0)
+        axis.set_xlabel(label, fontsize=9)
+        axis.grid(color=GREY, alpha=0.25)
+        plain_axis(axis)
+    axes[0].set_ylabel("test error, %", fontsize=9)
+    axes[-1].legend(fontsize=8, markerscale=0.5)
+    return save_figure(figure, path, title)
 
 
 def plot_router_health(

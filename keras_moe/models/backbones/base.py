@@ -58,6 +58,7 @@ class MoEBackbone(MoEModel, Backbone):
     example: str
     # Task tag on model hubs.
     pipeline_tag = "feature-extraction"
+    output_name = "tokens"
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -338,7 +339,7 @@ class ImageBackbone(MoEBackbone):
 
     @property
     def first_patch(self) -> int:
-        """Number of tokens before the patches: the class token and registers."""
+        """How many tokens come before the patches, such as the class token."""
         return int(self.class_token) + getattr(self.config, "register_tokens", 0)
 
     def patches_of(self, tokens: Tensor) -> dict[str, Tensor]:

@@ -28,12 +28,11 @@ from keras_moe.models.backbones.config import (
 from keras_moe.models.backbones.tower import (
     Tower,
     TowerOutputs,
-    block_kind,
+    block_part,
     embedding_dropout,
     embedding_projection,
     final_norm_layer,
     image_embedding,
-    layer_cost,
     text_embedding,
     text_inputs,
 )
@@ -93,7 +92,7 @@ class LIMoEBackbone(PairBackbone):
         max_length: maximum text length N, special tokens included.
         mask_padding: whether padding is excluded from attention, routing and averages
             (the paper routes it). Every text needs a token that is not padding.
-        projection_dim: P.
+        projection_dim: width P of the embeddings.
         temperature: scale and bias of the similarities; see `CLIPBackbone`.
         **kwargs: arguments of `ImageConfig`, `TransformerConfig` and `MoEBackbone`.
             Soft routers are not allowed in `moe`: they would mix images with texts.
@@ -177,11 +176,9 @@ class LIMoEBackbone(PairBackbone):
             part = Tower(layers, ()).parts(shape)[0][0]
             parts.append(part._replace(name=f"{modality}_embedding"))
         for layer in tower.layers:
-            costs = [layer_cost(layer, (n, dim)) for n in (num_patches, max_length)]
-            # Count the weights once and the operations of both modalities.
-            cost = costs[0]._replace(flops=sum(each.flops for each in costs))
-            kind = "norm" if layer is tower.final_norm else block_kind(layer)
-            parts.append(Part(layer.name, kind, *cost))
+            part = block_part(layer, (num_patches, dim), (max_length, dim))
+            is_norm = layer is tower.final_norm
+            parts.append(part._replace(kind="norm") if is_norm else part)
         cost = Cost.of_dense(dim, config.projection_dim, use_bias=False)
         parts += [Part(f"{name}_projection", "dense", *cost) for name in MODALITIES]
         cost = LogitScale(**config.temperature).cost((config.projection_dim,))

@@ -155,7 +155,7 @@ class Tower(NamedTuple):
 
     @property
     def members(self) -> list[int]:
-        """Members of an ensemble that run each block: all from the first mixture on."""
+        """For each block, how many members of an ensemble run it."""
         counts = [1]
         for block in self.blocks:
             router = getattr(getattr(block, "feed_forward", None), "router", None)
@@ -177,8 +177,7 @@ class Tower(NamedTuple):
         parts = [Part("embedding", kind, *embedding)]
         members = 1
         for block, members in zip(self.blocks, self.members):
-            part = Part(block.name, block_kind(block), *layer_cost(block, shape))
-            parts.append(part.of_members(members))
+            parts.append(block_part(block, shape).of_members(members))
         if self.final_norm is not None:
             part = Part("final_norm", "norm", *layer_cost(self.final_norm, shape))
             parts.append(part.of_members(members))
@@ -387,6 +386,26 @@ class PooledProjection(NamedTuple):
             cost = layer_cost(self.projection, shape)
             parts.append(Part(f"{prefix}projection", "dense", *cost))
         return parts
+
+
+def block_part(block: keras.layers.Layer, *shapes: tuple) -> Part:
+    """The part of a block for an example with sequences (N, D) of these shapes."""
+    costs = [layer_cost(block, shape) for shape in shapes]
+    # Count the weights once, and the operations of all sequences.
+    flops, routed = (sum(x) for x in zip(*(cost[2:] for cost in costs)))
+    cost = costs[0]._replace(flops=flops, routed_flops=routed)
+    part = Part(block.name, block_kind(block), *cost)
+    if not routed:
+        return part
+    moe: Any = block.feed_forward
+    # Slots are what one expert is asked to do.
+    slots = routed / moe.experts.cost((1, shapes[0][-1])).flops
+    selected = getattr(moe.router, "num_selected_experts", None)
+    return part._replace(
+        num_experts=moe.experts.num_experts,
+        selected_experts=selected or slots / sum(n for n, _ in shapes),
+        tokens_per_expert=slots / moe.experts.num_experts,
+    )
 
 
 def block_kind(block: keras.layers.Layer) -> str:

@@ -3,12 +3,17 @@
 import contextlib
 import importlib.util
 import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras
 
 from keras_moe._checks import check_path, unfit
 from keras_moe._compat import flatten_layers
+from keras_moe._errors import install
+from keras_moe._files import new_partial, staged_folder
 from keras_moe._types import KerasModel
 from keras_moe.layers import MoEBlock
 from keras_moe.routers import SparseRouter, SparsityConstrainedAffinity
@@ -23,8 +28,17 @@ if TYPE_CHECKING:
 else:
     Mixin = object
 
-# Formats that are one file.
-_FILES = ("onnx", "torch")
+# Formats that are one file, and the ends of their names.
+FILES = {"onnx": ".onnx", "torch": ".pt2", "litert": ".tflite"}
+# The backends that write a format; by the name of a package, if they need one.
+_WRITERS = {
+    "tf_saved_model": {"jax": None, "tensorflow": None, "torch": "torch_xla"},
+    "onnx": {"torch": None},
+    "torch": {"torch": None},
+    "litert": {"tensorflow": None, "torch": "litert_torch"},
+}
+# What TensorFlow writes for a SavedModel.
+_SAVED_MODEL = ("saved_model.pb", "fingerprint.pb", "assets", "variables")
 
 
 def export_signature(
@@ -37,6 +51,7 @@ def export_signature(
     if input_signature is not None:
         input_signature = _checked_signature(model, input_signature)
     backend = keras.backend.backend()
+    check_writer(format)
     layers = flatten_layers(model, include_self=False)
     blocks = [layer for layer in layers if isinstance(layer, MoEBlock)]
     routers = [block.feed_forward.router for block in blocks]
@@ -47,23 +62,34 @@ def export_signature(
         _check_groups(routers, input_signature)
     if backend == "torch" and format == "torch" and dynamic_shapes is not None:
         _check_groups(routers, None)
-    has_xla = importlib.util.find_spec("torch_xla") is not None
-    if backend == "torch" and format == "tf_saved_model" and not has_xla:
-        raise ValueError(
-            "Expected format='torch' or 'onnx' on PyTorch, or a preset exported with "
-            "KERAS_BACKEND=jax or tensorflow; received: format='tf_saved_model'"
-        )
     if backend == "jax" and format == "tf_saved_model":
         _check_groups(routers, input_signature)
         _check_solvers(routers)
-    if input_signature is None and backend != "tensorflow":
-        # The other two formats have a fixed number of tokens.
-        return _signature(model)
+    if input_signature is None and (backend != "tensorflow" or format == "litert"):
+        # Only TensorFlow's own format has any number of tokens.
+        return signature_of(model)
     return input_signature
 
 
-def _signature(model):
-    """Returns the inputs of any batch size, with texts of maximum length."""
+def check_writer(format: str) -> None:
+    """Refuses a format that another backend writes."""
+    backend, writers = keras.backend.backend(), _WRITERS.get(format)
+    if writers is None:
+        # Keras writes it, or refuses its name.
+        return
+    missing = writers.get(backend, backend)
+    if missing is None or (backend in writers and importlib.util.find_spec(missing)):
+        return
+    others = " or ".join(name for name, package in writers.items() if package is None)
+    own = [name for name, x in _WRITERS.items() if x.get(backend, "") is None]
+    raise ValueError(
+        f"Expected KERAS_BACKEND={others} for format={format!r}, or one of {own}, which"
+        f" {backend} writes; received: {format=}, KERAS_BACKEND={backend!r}"
+    )
+
+
+def signature_of(model: KerasModel, batch_size: int | None = None) -> list:
+    """Returns the inputs of one or any batch size, with texts of maximum length."""
     backbone = getattr(model, "backbone", model)
     lengths = {"patches": getattr(backbone, "max_patches", None)}
     longest = getattr(backbone, "max_length", None)
@@ -72,7 +98,7 @@ def _signature(model):
         length = lengths.get(symbolic.name) or longest
         sizes = (length if size is None else size for size in symbolic.shape[1:])
         return keras.InputSpec(
-            shape=(None, *sizes), dtype=symbolic.dtype, name=symbolic.name
+            shape=(batch_size, *sizes), dtype=symbolic.dtype, name=symbolic.name
         )
 
     return [keras.tree.map_structure(spec, model.input)]
@@ -145,9 +171,7 @@ def _check_onnx(model):
     """Refuses what ONNX does not hold."""
     for name in ("onnx", "onnxscript"):
         if importlib.util.find_spec(name) is None:
-            raise ImportError(
-                f"format='onnx' needs {name}: pip install 'keras-moe[onnx]'"
-            )
+            raise ImportError(f"format='onnx' needs {name}: {install('onnx')}")
     if model.dtype_policy.compute_dtype != "float32":
         expected = "a model loaded with dtype='float32' for format='onnx'"
         raise unfit(expected, dtype=model.dtype_policy.name)
@@ -164,6 +188,9 @@ def _version_of_programs(format):
 class Exportable(Mixin):
     """Mixin that overrides `keras.Model.export`."""
 
+    # Of a lone output, in ONNX.
+    output_name = "outputs"
+
     def export(
         self,
         filepath: str | os.PathLike,
@@ -173,26 +200,55 @@ class Exportable(Mixin):
         **kwargs,
     ) -> None:
         """Exports the model for inference; see `keras.Model.export`."""
-        if os.path.isdir(check_path("filepath", filepath)) and format in _FILES:
+        if os.path.isdir(check_path("filepath", filepath)) and format in FILES:
             raise ValueError(
                 f"Expected a file for format={format!r}; received a folder: "
                 f"filepath={os.fspath(filepath)!r}"
             )
+        if format in ("torch", "litert") and Path(filepath).suffix != FILES[format]:
+            expected = f"a file that ends with {FILES[format]} for {format=}"
+            raise unfit(expected, filepath=os.fspath(filepath))
         shapes = kwargs.get("dynamic_shapes")
         signature = export_signature(self, format, input_signature, shapes)
-        if keras.backend.backend() == "torch" and format == "onnx":
-            # Keras's has a fixed batch size, and not the operations of routing.
-            from keras_moe._backends.onnx import export_onnx
+        with _replacing(filepath, format) as path, _version_of_programs(format):
+            if keras.backend.backend() == "torch" and format == "onnx":
+                # Keras's has a fixed batch size, and not the operations of routing.
+                from keras_moe._backends.onnx import export_onnx
 
-            export_onnx(self, os.fspath(filepath), signature, **kwargs)
-            if verbose is not False:
-                print(f"Saved ONNX program at '{filepath}'.")
-            return
-        with _version_of_programs(format):
-            super().export(
-                filepath,
-                format=format,
-                verbose=verbose,
-                input_signature=signature,
-                **kwargs,
-            )
+                export_onnx(self, path, signature, **kwargs)
+            else:
+                super().export(
+                    path,
+                    format=format,
+                    verbose=False,
+                    input_signature=signature,
+                    **kwargs,
+                )
+        if verbose is not False:
+            print(f"Saved {format} program at '{filepath}'.")
+
+
+@contextlib.contextmanager
+def _replacing(filepath: str | os.PathLike, format: str) -> Iterator[str]:
+    """Yields a path to write to; what is there then replaces `filepath`."""
+    target = Path(filepath)
+    if "://" in os.fspath(filepath) or format not in _WRITERS:
+        yield os.fspath(filepath)
+    elif format in FILES:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = new_partial(target)
+        try:
+            yield str(folder / target.name)
+            # The weights of a large ONNX program are a file next to it.
+            for path in sorted(folder.iterdir(), reverse=True):
+                os.replace(path, target.parent / path.name)
+        finally:
+            shutil.rmtree(folder)
+    else:
+        with staged_folder(
+            target,
+            "SavedModel",
+            lambda folder: (folder / _SAVED_MODEL[0]).is_file(),
+            lambda path: path.name in _SAVED_MODEL,
+        ) as folder:
+            yield str(folder)

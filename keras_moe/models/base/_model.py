@@ -22,13 +22,13 @@ from keras_moe._compat import (
 )
 from keras_moe._types import Config, KerasModel
 from keras_moe.models import registry
-from keras_moe.models.base._compilation import announcing, make_step
 from keras_moe.models.base._copying import (
     config_with_router_arguments,
     copied,
     with_kept_experts,
 )
 from keras_moe.models.base._exporting import Exportable
+from keras_moe.models.base._first_batch import make_step, one_call
 from keras_moe.models.base._input_checks import (
     check_inputs,
     check_prediction,
@@ -150,14 +150,14 @@ class MoEModel(Exportable, TorchParameters):
             inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(validation)
             inputs, labels = self._training_data(inputs, labels, weights)
             kwargs["validation_data"] = inputs, labels, weights
-        with state_kept(self, training=True), announcing("fit", (y, *args), kwargs):
+        with state_kept(self, training=True), one_call():
             return self._training_method("fit")(x, y, *args, **kwargs)
 
     def evaluate(
         self, x: object = None, y: object = None, *args: object, **kwargs: object
     ) -> Any:
         x, y = self._training_data(x, y, kwargs.get("sample_weight"))
-        with state_kept(self), announcing("evaluate", (y, *args), kwargs):
+        with state_kept(self), one_call():
             return self._training_method("evaluate")(x, y, *args, **kwargs)
 
     def predict(self, x: object, *args: object, **kwargs: object) -> Any:
@@ -171,11 +171,11 @@ class MoEModel(Exportable, TorchParameters):
             # shapes were checked above.
             warn_of_raw_pixels(self, x)
             seen = ("predict_function",)
-        with announcing("predict", args, kwargs, seen):
+        with one_call(seen):
             self.make_predict_function()
             return serving(self)._training_method("predict")(x, *args, **kwargs)
 
-    # Announce the first step while it compiles.
+    # Look at the first batch.
 
     def make_train_function(self, force: bool = False) -> object:
         keep_no_steps(self.optimizer)

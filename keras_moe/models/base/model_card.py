@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import keras_hub
 
 from keras_moe._checks import check_number, check_one_of, unfit
-from keras_moe._files import read_bytes, write_text
+from keras_moe._files import read_bytes, read_text, write_text
 from keras_moe._types import KerasModel
 from keras_moe.models import registry
-from keras_moe.models._remote import named_errors
+from keras_moe.models._remote import get_file, named_errors
 from keras_moe.models.loading.blueprint import Blueprint
 from keras_moe.models.saving._preset_folder import check_folder, compare_preset
 
@@ -60,6 +60,8 @@ class ModelCard:
         license: licence of the weights in Hugging Face's terms, such as `"apache-2.0"`.
         recipe: training settings by name, such as `Recipe.settings()`.
         data: name of the training data.
+        base_model: preset or handle whose weights the training started from.
+        base_license: licence of those, if known.
         attribution: authors and licence of the training data, in Markdown.
         results: list of `CardResult`.
         picture: path of a picture to copy into the folder.
@@ -89,6 +91,8 @@ class ModelCard:
     license: str | None = None
     recipe: Mapping[str, Any] | None = None
     data: str | None = None
+    base_model: str | None = None
+    base_license: str | None = None
     attribution: str = ""
     results: Sequence[CardResult] = ()
     picture: str | Path | None = None
@@ -139,6 +143,7 @@ class ModelCard:
             f"The licence of the weights is {self.license}."
             if self.license
             else "The authors of the weights have named none.",
+            self._base(),
             self.attribution,
             MARK,
         ]
@@ -157,13 +162,14 @@ class ModelCard:
                 dataset_name=result.data,
                 dataset_split=result.split,
                 metric_type=result.metric,
-                metric_value=float(result.value),
+                metric_value=float(f"{result.value:.4g}"),
             )
             for result in self.results
         ]
         return ModelCardData(
             library_name="keras_moe",
             **_licence(self.license),
+            base_model=(self.base_model or "").partition("hf://")[2] or None,
             pipeline_tag=kind,
             tags=["keras", *experts, *self.tags],
             model_name=name if results else None,
@@ -176,6 +182,17 @@ class ModelCard:
         rows = [("data", self.data)] if self.data is not None else []
         rows += [(k, v) for k, v in (self.recipe or {}).items() if v not in (None, "")]
         return ["## Training", _table(("setting", "value"), rows)]
+
+    def _base(self):
+        if self.base_model is None:
+            return ""
+        licence = (
+            f"is {self.base_license}" if self.base_license else "is not known here"
+        )
+        return (
+            f"The training started from `{_line(self.base_model)}`, whose licence "
+            f"{licence}."
+        )
 
     def _measured(self):
         if not self.results:
@@ -195,6 +212,21 @@ def write_card(
     if card is None and page.is_file() and MARK.encode() not in read_bytes(page):
         return
     (card or ModelCard()).write(model, folder, target.name)
+
+
+def licence_of(preset: str) -> str | None:
+    """Returns the licence of a preset's weights, or None if it is not known."""
+    listed = registry.preset(preset)
+    if listed is not None:
+        return listed["license"]
+    import huggingface_hub
+
+    try:
+        card = read_text(Path(get_file(preset, CARD)))
+        return huggingface_hub.ModelCard(card).data.license
+    except Exception:
+        # No card, or one by hand, is no reason to lose a run.
+        return None
 
 
 def _licence(name) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Conversion of published weights, one file per source."""
 
 from keras_moe.models.conversion._spec import HEAD, POOLING
-from keras_moe.models.conversion._timm import image_normalization
 from keras_moe.models.conversion.published_weights import (
     ConversionReport,
     ConvertedWeight,
@@ -9,9 +8,7 @@ from keras_moe.models.conversion.published_weights import (
 )
 from keras_moe.models.conversion.sources import (
     check_convertible,
-    hub_model,
     is_convertible,
-    open_folder,
     open_source,
 )
 
@@ -22,9 +19,6 @@ __all__ = [
     "ConvertedWeight",
     "PublishedWeights",
     "check_convertible",
-    "hub_model",
-    "image_normalization",
     "is_convertible",
-    "open_folder",
     "open_source",
 ]

@@ -5,7 +5,6 @@ Axes: D hidden, N positions, V vocabulary.
 
 from typing import Any
 
-import keras_hub
 import numpy as np
 
 from keras_moe._checks import unfit
@@ -28,7 +27,7 @@ from keras_moe.models.conversion._spec import (
     required,
     usual_heads,
 )
-from keras_moe.models.preprocessing.tokenizer import GPT2_FILES
+from keras_moe.models.preprocessing.tokenizer import byte_pair_files
 
 CONFIG_NAME = "config.json"
 MODEL_TYPES = ("gpt2",)
@@ -150,9 +149,5 @@ def gpt2_files(model: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         "eos_token_id": end,
         "torch_dtype": "float32",
     }
-    files: dict[str, object] = {CONFIG_NAME: content}
-    pairs = getattr(model.tokenizer, "tokenizer", None)
-    if isinstance(pairs, keras_hub.tokenizers.GPT2Tokenizer):
-        merges = "\n".join(["#version: 0.2", *(pairs.merges or ()), ""])
-        files.update(zip(GPT2_FILES, (pairs.vocabulary, merges)))
+    files = {CONFIG_NAME: content, **byte_pair_files(model.tokenizer, is_clip=False)}
     return tensors_of(gpt2_rules(config), tower.values, kind), files

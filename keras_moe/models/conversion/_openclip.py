@@ -30,8 +30,12 @@ from keras_moe.models.conversion._spec import (
     towers_spec,
 )
 from keras_moe.models.conversion._timm import timm_spec
+from keras_moe.models.preprocessing.tokenizer import byte_pair_files
 
 CONFIG_NAME = "open_clip_config.json"
+# For "local-dir:FOLDER" any name means the folder's own tokenizer. Without a name it is
+# OpenAI's, of so many tokens.
+OWN_TOKENIZER, _OPENAI_TOKENS = "local-dir", 49408
 _OPENCLIP = Library("OpenCLIP", "as its model card says (OpenAI's: MIT)")
 # Settings that change a tower's outputs and that this library does not have.
 _UNSUPPORTED = (
@@ -353,6 +357,10 @@ def openclip_files(model: Any) -> tuple[dict, dict[str, Any]]:
         "resize_mode": "squash" if squashes else "shortest",
     }
     files = {CONFIG_NAME: {"model_cfg": config, "preprocess_cfg": preprocess_cfg}}
+    tokenizer = byte_pair_files(model.tokenizer, is_clip=True)
+    if tokenizer and text.config["vocabulary_size"] != _OPENAI_TOKENS:
+        text_cfg["hf_tokenizer_name"] = OWN_TOKENIZER
+        files.update(tokenizer)
     return tensors, files
 
 

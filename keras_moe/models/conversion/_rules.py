@@ -366,20 +366,15 @@ def without_projection() -> dict:
 
 
 class BlockNames(NamedTuple):
-    """Names of a block's parts, without the block's prefix.
-
-    `norms` and `mlp` have two names, `queries` three (or one for a joint matrix);
-    `scales` (LayerScale) and `query_key_norms` are optional pairs; `gate` is that of
-    gated MLPs, the same as the hidden layer's if one matrix has both.
-    """
+    """Names of a block's parts, without the block's prefix."""
 
     norms: tuple[str, str]
     mlp: tuple[str, str]
-    queries: tuple[str, ...]
+    queries: tuple[str, ...]  # three, or one for a joint matrix
     output: str
     scales: tuple[str, str] = ("", "")
     query_key_norms: tuple[str, str] = ("", "")
-    gate: str = ""
+    gate: str = ""  # the hidden layer's if one matrix has both
 
 
 def block_rules(

@@ -261,11 +261,7 @@ def image_tower_arguments(
     patch_size: int | None = None,
     **settings: Any,
 ) -> dict:
-    """Infers arguments from tensors; `axes` is the rank of the position embeddings.
-
-    Without position embeddings nothing in them tells the `image_size`, and a matrix of
-    flattened patches does not tell their `patch_size`.
-    """
+    """Infers arguments from tensors; `axes` is the rank of the position embeddings."""
     if patch_size is None:
         kernel = required(file, f"{names.patches}weight", 4)
         hidden_dim, channels, height, width = kernel

@@ -34,7 +34,7 @@ from keras_moe.models.conversion._spec import (
     text_tower_arguments,
     towers_spec,
 )
-from keras_moe.models.preprocessing.tokenizer import GEMMA_FILES
+from keras_moe.models.preprocessing.tokenizer import GEMMA_FILES, byte_pair_files
 
 CONFIG_NAME = "config.json"
 MODEL_TYPES = (
@@ -430,7 +430,10 @@ def transformers_files(model: Any) -> tuple[dict, dict[str, Any]]:
     if text is not None:
         texts, configs["text"] = _exported_text(text, is_clip)
         tensors.update(texts)
-        if not is_clip and model.tokenizer is not None:
+        if is_clip:
+            configs["text"]["bos_token_id"] = getattr(model.tokenizer, "start_id", None)
+            files.update(byte_pair_files(model.tokenizer, is_clip))
+        elif model.tokenizer is not None:
             files.update(_exported_gemma(model.tokenizer))
     if model.logits:
         tensors.update(_exported_logits(model.logits, is_clip))

@@ -120,8 +120,8 @@ def _damaged(what, path, error):
 
 def _msgpack():
     """Imports msgpack, which only these checkpoints need."""
-    needs = "Reading this checkpoint needs the package msgpack: "
-    return import_extra("msgpack", f"{needs}pip install 'keras-moe[convert]'")
+    needs = "Reading this checkpoint needs the package msgpack"
+    return import_extra("msgpack", needs, "convert")
 
 
 def _leaves(tree, parent):

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -16,6 +15,7 @@ from rich.table import Table
 
 from keras_moe._checks import check_pair
 from keras_moe._files import write_json
+from keras_moe._types import OnProgress
 from keras_moe.layers import fold_channels, resize_positions
 from keras_moe.models.conversion._readers import FLOATS, PublishedTensors
 from keras_moe.models.conversion._rules import Filled, PatchKernel
@@ -174,7 +174,7 @@ class PublishedWeights:
     def load(
         self,
         model: keras.Model,
-        progress: Callable[[int, int, str], None] | None = None,
+        progress: OnProgress | None = None,
     ) -> ConversionReport:
         """Fills a model; `progress(done, total, name)` is called before each weight."""
         file, spec = self.file, self.spec

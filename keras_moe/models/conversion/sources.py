@@ -78,8 +78,7 @@ def check_convertible(source: Any) -> None:
     if isinstance(source, keras.Model) and not isinstance(source, CLASSES):
         names = sorted(cls.__name__ for cls in CLASSES)
         raise ValueError(
-            f"Expected a KerasHub model of {names}, or an MoE language model for "
-            f"models.replace_moe; received: {type(source).__name__}"
+            f"Expected a KerasHub model of {names}; received: {type(source).__name__}"
         )
     check_path("source", source)
     if not is_convertible(source):
@@ -148,7 +147,10 @@ def _gpt2_tokenizer(folder, spec):
 def _pair_tokenizer(folder, spec, config):
     text, openclip = spec.arguments["text"], config.get("model_cfg", config)
     # Some of OpenCLIP's have another tokenizer.
-    if "hf_tokenizer_name" in openclip.get("text_cfg", {}):
+    other = openclip.get("text_cfg", {}).get(
+        "hf_tokenizer_name", _openclip.OWN_TOKENIZER
+    )
+    if other != _openclip.OWN_TOKENIZER:
         return None
     if not text.get("causal", True):
         # Of SigLIP, the second of which has Gemma's.

@@ -2,7 +2,6 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,9 +9,9 @@ import keras
 from rich.console import Console
 
 from keras_moe._checks import check_bool, check_one_of, unfit
-from keras_moe._compat import variables_without_values
+from keras_moe._compat import kept_random_states, variables_without_values
 from keras_moe._tables import numbers_table
-from keras_moe._types import KerasModel
+from keras_moe._types import KerasModel, OnProgress
 from keras_moe.models import registry
 from keras_moe.models.conversion import HEAD, POOLING, is_convertible
 from keras_moe.models.loading._overrides import (
@@ -33,6 +32,11 @@ from keras_moe.models.saving._lora import FROZEN, TRAINABLE, TRAINING
 from keras_moe.models.saving._preset_folder import HUB_MODELS
 from keras_moe.ops._initializers import skip_init
 
+# Of the FLOPs. The literature says large; the threshold is ours.
+LARGE_SHARE = 1 / 3
+# As many experts did well in the last two layers that have any.
+ROBUST_EXPERTS = 16
+
 _has_warned_of_random_weights = False
 
 
@@ -45,6 +49,11 @@ class Part(NamedTuple):
         parameters: number of parameters.
         active_parameters: those used by one token.
         flops: forward FLOPs of matmuls per image, 2 per multiply-add.
+        routed_flops: those of experts, for the tokens routed to them.
+        num_experts: experts to which tokens are routed; None without any.
+        selected_experts: K, an integer, if tokens choose their experts; the slots per
+            token, a float, with other routers; None without experts.
+        tokens_per_expert: tokens or slots of an image per expert; None without experts.
         members: members of an ensemble that run it.
     """
 
@@ -53,11 +62,21 @@ class Part(NamedTuple):
     parameters: int
     active_parameters: int
     flops: int
+    routed_flops: int = 0
+    num_experts: int | None = None
+    selected_experts: float | None = None
+    tokens_per_expert: float | None = None
     members: int = 1
 
     def of_members(self, members: int) -> "Part":
         """The part, run by several members of an ensemble."""
-        return self._replace(flops=members * self.flops, members=members)
+        tokens = self.tokens_per_expert
+        return self._replace(
+            flops=members * self.flops,
+            routed_flops=members * self.routed_flops,
+            tokens_per_expert=tokens and members * tokens,
+            members=members,
+        )
 
 
 class Description(NamedTuple):
@@ -93,6 +112,27 @@ class Description(NamedTuple):
         return sum(part.flops for part in self.parts) / 1e9
 
     @property
+    def routed_share(self) -> float:
+        """rho, the routed experts' share of the FLOPs; 0 if nothing is routed."""
+        routed = sum(part.routed_flops for part in self.parts)
+        return routed / max(sum(part.flops for part in self.parts), 1)
+
+    @property
+    def parameter_ratio(self) -> float:
+        """Parameters over active parameters."""
+        return self.parameters / max(self.active_parameters, 1)
+
+    @property
+    def selected_experts(self) -> list[float]:
+        """The different K of the layers with experts; see `Part`."""
+        return sorted({x.selected_experts for x in self.parts if x.selected_experts})
+
+    @property
+    def tokens_per_expert(self) -> list[float]:
+        """The different numbers of an image's tokens per expert; see `Part`."""
+        return sorted({x.tokens_per_expert for x in self.parts if x.tokens_per_expert})
+
+    @property
     def ensemble_size(self) -> int:
         """Number of members of an ensemble; 1 for any other model."""
         return max(part.members for part in self.parts)
@@ -112,8 +152,78 @@ class Description(NamedTuple):
             "parameters": self.parameters,
             "active_parameters": self.active_parameters,
             "gflops": self.gflops,
+            "routed_share": self.routed_share,
+            "selected_experts": self.selected_experts,
+            "tokens_per_expert": self.tokens_per_expert,
+            "parameter_ratio": self.parameter_ratio,
+            "findings": [text for _, text in self.findings()],
             "parts": [part._asdict() for part in self.parts],
         }
+
+    def routing_text(self, batch_size: int | None = None) -> str:
+        """What experts do in a sentence or two; empty if nothing is routed.
+
+        Args:
+            batch_size: examples per training step, to count tokens of a step.
+        """
+        if not self.routed_share:
+            return ""
+        tokens = [(batch_size or 1) * number for number in self.tokens_per_expert]
+        per = self.example
+        if batch_size is not None:
+            per = f"step of {batch_size:,} {per}s"
+        selected, what = _listed(self.selected_experts), "tokens"
+        if not all(isinstance(number, int) for number in self.selected_experts):
+            selected, what = f"{selected} slots per token", "slots"
+        return (
+            f"Routed experts do {self.routed_share:.1%} of the FLOPs (rho). K is "
+            f"{selected}, with {_listed(tokens)} {what} per expert and {per}. "
+            f"Parameters are {self.parameter_ratio:.2f} times the active ones."
+        )
+
+    def findings(self) -> list[tuple[str, str]]:
+        """What the literature says of the routed share and of K: levels and sentences.
+
+        Only for images, since it is on these. Shares that another setting would make
+        count its blocks like the ones here.
+
+        Reference: *When Does Sparse MoE Help in Vision?* (arXiv 2605.15484); *Mixture
+        of Experts in Image Classification: What's the Sweet Spot?* (arXiv 2411.18322).
+        """
+        blocks = [part for part in self.parts if part.name.startswith("block_")]
+        experts = [part for part in blocks if part.routed_flops]
+        if self.example != "image" or self.ensemble_size > 1 or not experts:
+            return []
+        level, text = "good", f"Routed experts do {self.routed_share:.0%} of the FLOPs"
+        text += ", and gains were seen with large shares (arXiv 2605.15484)"
+        if self.routed_share < LARGE_SHARE:
+            level = "notice"
+            counts = {"every_2": len(blocks) // 2, "every_1": len(blocks)}
+            larger = [name for name, count in counts.items() if count > len(experts)]
+            if larger:
+                share = _share_of_more(self.parts, blocks, experts, counts[larger[0]])
+                text += f": moe_layers='{larger[0]}' would make it {share:.0%}"
+        most = max(part.num_experts or 0 for part in experts)
+        is_last_2 = len(experts) == 2 and experts == blocks[1::2][-2:]
+        if is_last_2 and most <= ROBUST_EXPERTS:
+            level = "good"
+            text += (
+                ". Experts in the last two of every second block, and no more than "
+                f"{ROBUST_EXPERTS}, are a robust choice (arXiv 2411.18322)"
+            )
+        findings = [(level, f"{text}.")]
+        selected = self.selected_experts
+        # An integer: tokens choose.
+        if selected == [1] and isinstance(selected[0], int) and most > 1:
+            routed = sum(part.routed_flops for part in experts)
+            share = 2 * routed / (sum(part.flops for part in self.parts) + routed)
+            text = (
+                "K = 1, and at ImageNet's scale gains needed two experts per token "
+                "(arXiv 2605.15484): num_selected_experts=2 would route "
+                f"{share:.0%} of the FLOPs."
+            )
+            findings.append(("notice", text))
+        return findings
 
     def print(self, console: Console | None = None) -> None:
         """Prints the parts and totals as a table."""
@@ -140,8 +250,28 @@ class Description(NamedTuple):
             last.append((name, saved, "", "", f"{separate:.3f}"))
         head = ("part", "kind", "parameters", "active per token")
         head += (f"GFLOPs per {self.example}",)
-        table = numbers_table(title, head, rows, last, texts=(0, 1))
-        (console or Console()).print(table)
+        console = console or Console()
+        console.print(numbers_table(title, head, rows, last, texts=(0, 1)))
+        self.print_routing(console)
+
+    def print_routing(self, console: Console, batch_size: int | None = None) -> None:
+        """Prints what experts do, and the findings on it."""
+        texts = (self.routing_text(batch_size), *(text for _, text in self.findings()))
+        for text in filter(None, texts):
+            console.print(text, markup=False, highlight=False)
+
+
+def _listed(numbers):
+    return " or ".join(f"{x:,.0f}" if x >= 100 else f"{x:.4g}" for x in numbers)
+
+
+def _share_of_more(parts, blocks, experts, count):
+    """The routed share with experts in `count` blocks."""
+    dense = [part.flops for part in blocks if not part.routed_flops]
+    routed = sum(part.routed_flops for part in experts) / len(experts)
+    flops = sum(part.flops for part in experts) / len(experts)
+    more = (count - len(experts)) * (flops - sum(dense) / len(dense))
+    return count * routed / (sum(part.flops for part in parts) + more)
 
 
 class UnbuiltTower(NamedTuple):
@@ -205,7 +335,8 @@ class Blueprint:
         return cls(type(backbone), config, type(model), task_config, None, model.name)
 
     def describe(self) -> Description:
-        with _explained(self.weights):
+        # Routers without a seed draw one.
+        with kept_random_states(), _explained(self.weights):
             config = self.backbone.make_config(self.config)
             parts, num_tokens, dim = self.backbone.describe_parts(config)
             if self.task is not None:
@@ -243,7 +374,7 @@ class Blueprint:
         return self.build_with_report()[0]
 
     def build_with_report(
-        self, progress: Callable[[int, int, str], None] | None = None
+        self, progress: OnProgress | None = None
     ) -> tuple[keras.Model, Any]:
         """Creates the model; also returns a `ConversionReport` or None."""
         weights = self.weights

@@ -14,11 +14,9 @@ _ASSET = "vocabulary.json"
 
 @keras.saving.register_keras_serializable("keras_moe")
 class JsonTokenizer(keras_hub.tokenizers.Tokenizer):
-    """A tokenizer of the package tokenizers, without special tokens or padding.
+    """A tokenizer of the package tokenizers, without special tokens or padding."""
 
-    Its `content`, the file's text, is an asset of presets and not part of the config.
-    """
-
+    # The file's text is an asset of presets, and not part of the config.
     content, _backend, _size = "", None, 0
 
     def __init__(self, content: str | None = None, dtype: str = "int32", **kwargs):

@@ -1,8 +1,9 @@
 """Preprocessing of images of any size."""
 
 import math
+import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any
 
 import keras
@@ -16,8 +17,10 @@ from keras_moe._checks import (
     check_one_of,
     check_pair,
     check_positive,
+    import_extra,
     unfit,
 )
+from keras_moe._files import IMAGE_FORMATS, open_regular
 from keras_moe.layers.position_embedding import (
     INTERPOLATIONS,
     cubic_weights,
@@ -39,7 +42,8 @@ _LUMINANCE = np.array([0.299, 0.587, 0.114], "float32")
 class ImagePreprocessor:
     """Resizes, crops and normalises images for a model.
 
-    A classifier applies its `model.preprocessor` in `classify`. `fit`, `evaluate` and
+    Images are arrays, Pillow's, or paths of files (BMP, GIF, JPEG, PNG, WebP). A
+    classifier applies its `model.preprocessor` in `classify`. `fit`, `evaluate` and
     `predict` do not: they expect preprocessed images, such as those of
     `keras_moe.data.load` or `model.preprocessor(photos)`.
 
@@ -77,6 +81,7 @@ class ImagePreprocessor:
     mean: Any = 0.5
     std: Any = 0.5
     interpolation: str = "bilinear"
+    _: KW_ONLY
     antialias: bool = False
     center_crop: float | None = None
     class_names: Sequence[str] | None = None
@@ -126,7 +131,7 @@ class ImagePreprocessor:
         return "image_preprocessor"
 
     def __call__(self, images: object, max_value: float | None = None) -> Any:
-        """Preprocesses images; converts grey to RGB and RGB to luminance as needed."""
+        """Preprocesses arrays, Pillow images or files; grey and RGB as the model's."""
         batch, is_one = self.batch(images, max_value)
         return keras.tree.map_structure(lambda x: x[0], batch) if is_one else batch
 
@@ -267,8 +272,29 @@ def _per_channel(name, value, channels):
     return tuple(check_number(name, x) for x in values)
 
 
+def is_path(value: object) -> bool:
+    return isinstance(value, (str, os.PathLike))
+
+
+def _read(path):
+    """The pixels of an image file, upright."""
+    message = "Photos in files need Pillow: pip install pillow"
+    photos: Any = import_extra("PIL.Image", message)
+    try:
+        with open_regular(path) as file:
+            return _array(photos.open(file, formats=IMAGE_FORMATS))
+    except Exception as error:
+        # Pillow fails over damaged files in many ways; the system's errors have a name.
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
+        reason = f"{os.fspath(path)} ({type(error).__name__}: {error})"
+        raise unfit("an image that can be decoded", reason) from error
+
+
 def _array(image):
-    """Returns an image or a batch as a numeric array."""
+    """Returns an image, a file's or a batch, as a numeric array."""
+    if is_path(image):
+        return _read(image)
     mode = getattr(image, "mode", None)
     if isinstance(mode, str) and hasattr(image, "convert"):
         # Pillow images: a palette's indices are not pixels, and photos may lie on

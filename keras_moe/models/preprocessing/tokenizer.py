@@ -20,7 +20,9 @@ from keras_moe._files import read_bytes, read_text, write_json
 from keras_moe._types import Tensor
 from keras_moe.models._remote import check_file_exists, get_file, load_json
 from keras_moe.models.preprocessing._byte_pairs import (
+    END,
     END_OF_WORD,
+    START,
     clip_byte_pairs,
     read_byte_pairs,
     trained_byte_pairs,
@@ -83,6 +85,7 @@ class TextTokenizer:
         max_length: int = 77,
         start_id: int | None = None,
         end_id: int | None = None,
+        *,
         padding_id: int = 0,
         lower_case: bool = False,
     ):
@@ -122,7 +125,7 @@ class TextTokenizer:
         Args:
             vocabulary: merges file, or folder with `vocab.json` and `merges.txt` or
                 `tokenizer.json`. Defaults to the file in the package open_clip_torch.
-            max_length: N.
+            max_length: number N of tokens.
         """
         with _explained(f"a vocabulary of byte pairs in {vocabulary}"):
             return cls._of_byte_pairs(clip_byte_pairs(vocabulary), max_length)
@@ -137,7 +140,7 @@ class TextTokenizer:
             captions: texts to train on.
             vocabulary_size: maximum number of tokens, from 515 (256 bytes, the same at
                 the end of a word, two special tokens and one pair) to 2**24.
-            max_length: N.
+            max_length: number N of tokens.
         """
         pairs = trained_byte_pairs(_strings(captions), vocabulary_size)
         return cls._of_byte_pairs(pairs, max_length)
@@ -165,7 +168,7 @@ class TextTokenizer:
 
         Args:
             vocabulary: SentencePiece model file, or its bytes; or a `tokenizer.json`.
-            max_length: N.
+            max_length: number N of tokens.
             lower_case: whether to lower-case captions, as in LIMoE and SigLIP.
             start_id: optional id before each text, such as LLaMA's 1.
         """
@@ -198,7 +201,7 @@ class TextTokenizer:
         Args:
             vocabulary: path of `vocab.json`.
             merges: path of `merges.txt`.
-            max_length: N.
+            max_length: number N of tokens.
         """
         with _explained(f"GPT-2's byte pairs in {vocabulary} and {merges}"):
             pairs = read_byte_pairs(vocabulary, merges)
@@ -378,6 +381,24 @@ class TextTokenizer:
     def from_config(cls, config: dict) -> "TextTokenizer":
         tokenizer = keras.saving.deserialize_keras_object(config["tokenizer"])
         return cls(**{**config, "tokenizer": tokenizer})
+
+
+def byte_pair_files(tokenizer: TextTokenizer | None, is_clip: bool) -> dict[str, Any]:
+    """The files of CLIP's or GPT-2's tokenizer in transformers; none of another one."""
+    kinds = keras_hub.tokenizers.GPT2Tokenizer, keras_hub.tokenizers.CLIPTokenizer
+    if tokenizer is None or not isinstance(tokenizer.tokenizer, kinds[is_clip]):
+        return {}
+    pairs: Any = tokenizer.tokenizer
+    merges = "\n".join(["#version: 0.2", *(pairs.merges or ()), ""])
+    files: dict[str, Any] = dict(zip(GPT2_FILES, (pairs.vocabulary, merges)))
+    if is_clip:
+        files["tokenizer_config.json"] = {
+            "tokenizer_class": "CLIPTokenizer",
+            "bos_token": START,
+            **dict.fromkeys(("eos_token", "pad_token", "unk_token"), END),
+            "model_max_length": tokenizer.max_length,
+        }
+    return files
 
 
 @contextlib.contextmanager

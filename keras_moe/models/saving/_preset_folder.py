@@ -284,7 +284,8 @@ def check_preset(preset: str | os.PathLike) -> str:
         raise ValueError(
             "Expected a built-in preset, a folder or a handle such as hf://user/name; "
             f"received: preset={str(preset)!r} "
-            f"({nearest(str(preset), list(registry.presets()))})"
+            f"({nearest(str(preset), list(registry.presets()))}; docs/zoo.md and "
+            "keras_moe.models.list_presets() have all)"
         )
     check_folder(folder)
     return str(folder)

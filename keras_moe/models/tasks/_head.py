@@ -90,11 +90,7 @@ def head_layers(
 
 
 class MembersMean(keras.layers.Layer):
-    """The outputs (B, C) of an ensemble: the mean probabilities of its members.
-
-    Logits become logits of the mean. In training the members' own outputs are kept,
-    (B, M, C), since each has its own loss.
-    """
+    """The mean probabilities (B, C) of an ensemble, or logits of them."""
 
     def __init__(self, ensemble_size: int, kind: str, **kwargs):
         super().__init__(**kwargs)
@@ -102,6 +98,7 @@ class MembersMean(keras.layers.Layer):
 
     def call(self, outputs: Tensor, training: bool | None = None) -> Tensor:
         """Takes (B M, C), the members of an example one after the other."""
+        # In training each member has a loss of its own.
         members = ops.reshape(outputs, (-1, self.ensemble_size, outputs.shape[-1]))
         return members if training else self.mean(members)
 

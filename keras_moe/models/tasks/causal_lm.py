@@ -3,7 +3,7 @@
 Axes: B batch, N tokens, D hidden, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -116,6 +116,7 @@ class CausalLM(LabellessTask, HubCausalLM):
 
     task_name = "causal_lm"
     pipeline_tag = "text-generation"
+    output_name = "logits"
     backbone_cls = DecoderBackbone
     backbone: DecoderBackbone
 
@@ -358,7 +359,8 @@ class CausalLM(LabellessTask, HubCausalLM):
                 token, if any, and None is none.
             strip_prompt: whether to return continuations without the prompts.
 
-        Returns: a text, a list of them, or a dict as `inputs`.
+        Returns: a text, a list of them, or a dict as `inputs`. Texts begin with their
+        prompts; what follows has lower case if the tokenizer lower-cases, as CLIP's.
         """
         if isinstance(stop_token_ids, str) and stop_token_ids == "auto":
             end = getattr(self.preprocessor, "end_id", None)
@@ -373,11 +375,12 @@ class CausalLM(LabellessTask, HubCausalLM):
             )
         if max_length is not None:
             check_integer("max_length", max_length, maximum=self.backbone.max_length)
-        prompts = inputs
+        prompts, given = inputs, [inputs] if isinstance(inputs, str) else inputs
         if not isinstance(inputs, dict):
             max_length = max_length or self.backbone.max_length
             tokenizer = self._tokenizer()
-            rows = tokenizer.prompts([inputs] if isinstance(inputs, str) else inputs)
+            given = list(given) if isinstance(given, Iterator) else given
+            rows = tokenizer.prompts(given)
             # Longer prompts are refused below, by their lengths.
             longest = max([max_length, *map(len, rows)])
             prompts = padded_rows(rows, longest, tokenizer.padding_id)
@@ -385,11 +388,18 @@ class CausalLM(LabellessTask, HubCausalLM):
         outputs = self.make_generate_function()(prompts, stop_token_ids=stop_token_ids)
         outputs = {name: ops.convert_to_numpy(x) for name, x in outputs.items()}
         ids, mask = outputs["token_ids"], outputs["padding_mask"]
+        is_prompt = ops.convert_to_numpy(_is_prompt(prompts["padding_mask"]))
         if strip_prompt:
-            mask = mask & ~ops.convert_to_numpy(_is_prompt(prompts["padding_mask"]))
+            mask = mask & ~is_prompt
         if isinstance(inputs, dict):
             return {"token_ids": ids, "padding_mask": mask}
-        texts = self._tokenizer().texts([row[kept] for row, kept in zip(ids, mask)])
+        masks = (mask, mask & is_prompt)
+        texts, own = (
+            self._tokenizer().texts([row[kept] for row, kept in zip(ids, one)])
+            for one in masks
+        )
+        if not strip_prompt:
+            texts = [*map(_continued, given, own, texts)]
         return texts[0] if isinstance(inputs, str) else texts
 
     def _checked_prompts(self, prompts, max_length):
@@ -477,6 +487,16 @@ def _sampler(sampler):
         expected = "one of keras_hub.samplers or its name, such as 'top_k'"
         raise unfit(expected, sampler=sampler)
     return known
+
+
+def _continued(prompt, tokens_of_prompt, text):
+    """A prompt as it was given, whose case and spaces tokens may not have kept."""
+    if not text.startswith(tokens_of_prompt):
+        return text
+    rest = text.removeprefix(tokens_of_prompt)
+    if prompt != tokens_of_prompt and prompt[-1:].isspace():
+        rest = rest.lstrip(" ")
+    return prompt + rest
 
 
 def _documents(inputs):

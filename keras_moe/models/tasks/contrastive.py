@@ -4,6 +4,7 @@ Axes: B images, C texts, N tokens, P embedding.
 """
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -37,6 +38,7 @@ from keras_moe.models.tasks._labelless import (
     without_large_tokenizer,
 )
 from keras_moe.models.tasks.base import check_task
+from keras_moe.models.tasks.image_classifier import most_probable, probabilities
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -256,18 +258,15 @@ class ContrastiveModel(TakesPairs, LabellessTask):
             loss = mean_over_pairs(function(y, outputs), weight)
         return sum(self.losses, loss)
 
-    def encode_images(
-        self, images: Any, batch_size: int = 32, verbose: object = 0
-    ) -> np.ndarray:
+    def encode_images(self, images: Any, batch_size: int = 32) -> np.ndarray:
         """Embeds images as float32 unit vectors (B, P).
 
         Args:
             images: images (B, height, width, channels) in the model's format; or, with
-                an `image_preprocessor`, images of any size (floats of the model's size
-                count as preprocessed). With `max_patches`, a dict of `"patches"` and
-                `"grids"`.
+                an `image_preprocessor`, images of any size or paths, one or several
+                (floats of the model's size count as preprocessed). With `max_patches`,
+                a dict of `"patches"` and `"grids"`.
             batch_size: images per batch.
-            verbose: 1 shows progress.
         """
         shape = tuple(getattr(images, "shape", ()))
         # Integer pixels are raw.
@@ -283,17 +282,14 @@ class ContrastiveModel(TakesPairs, LabellessTask):
                 f"model with an image_preprocessor; received: {type(images).__name__}"
             )
         self.backbone.check_modality("image", images)
-        return self._encode("image", images, batch_size, verbose)
+        return self._encode("image", images, batch_size)
 
-    def encode_text(
-        self, texts: object, batch_size: int = 32, verbose: object = 0
-    ) -> np.ndarray:
+    def encode_text(self, texts: object, batch_size: int = 32) -> np.ndarray:
         """Embeds texts as float32 unit vectors (B, P).
 
         Args:
             texts: captions, or a dict of `"token_ids"` and `"padding_mask"`, (B, N).
             batch_size: texts per batch.
-            verbose: 1 shows progress.
         """
         if not isinstance(texts, dict):
             if not isinstance(self.preprocessor, TextTokenizer):
@@ -306,10 +302,16 @@ class ContrastiveModel(TakesPairs, LabellessTask):
         # The dict of a pair also has images.
         texts = {k: x for k, x in texts.items() if k != "images"}
         self.backbone.check_modality("text", texts)
-        return self._encode("text", texts, batch_size, verbose)
+        return self._encode("text", texts, batch_size)
 
     def similarity(self, images: Any, texts: Any, batch_size: int = 32) -> np.ndarray:
-        """Scaled similarities (B, C) of inputs or embeddings: the loss's logits."""
+        """Scaled similarities (B, C) of inputs or embeddings: the loss's logits.
+
+        Args:
+            images: as in `encode_images`, or embeddings (B, P).
+            texts: as in `encode_text`, or embeddings (C, P).
+            batch_size: images and texts per batch.
+        """
         if len(getattr(images, "shape", ())) != 2:
             images = self.encode_images(images, batch_size)
         if len(getattr(texts, "shape", ())) != 2:
@@ -317,7 +319,45 @@ class ContrastiveModel(TakesPairs, LabellessTask):
         logits = self.backbone.logit_scale.logits(images, texts)
         return keras.ops.convert_to_numpy(logits)
 
-    def _encode(self, modality, inputs, batch_size, verbose):
+    def classify(
+        self, images: Any, names: Sequence[str], top: int = 5, batch_size: int = 32
+    ) -> list:
+        """Returns which texts fit images best.
+
+        Args:
+            images: one or several images or paths, as in `encode_images`.
+            names: texts such as "a photo of a cat".
+            top: number of texts per image.
+            batch_size: images and texts per batch.
+
+        Returns:
+            A list of `ClassProbability`, most probable first, for one image; a list of
+            such lists for several. Probabilities are a softmax over the names, or
+            sigmoids if similarities have a bias, as in SigLIP.
+
+        Example:
+
+        >>> from keras_moe import models
+        >>> model = models.from_preset("limoe_emoji")
+        >>> image = np.zeros((1, *model.backbone.image_shape), "float32")
+        >>> [[best]] = model.classify(image, ["a cat", "a dog"], top=1)
+        >>> best.name in ("a cat", "a dog")
+        True
+        """
+        top = check_integer("top", top)
+        if isinstance(names, str) or not all(isinstance(x, str) for x in names):
+            raise unfit("names to be a list of texts", names=names)
+        if not len(names):
+            raise unfit("at least one name", names=names)
+        is_several = isinstance(images, (list, tuple, dict))
+        # Pillow's images and paths have no shape; a 2-D array has embeddings.
+        is_one = not is_several and len(getattr(images, "shape", ())) in (0, 3)
+        logits = self.similarity(images, list(names), batch_size).astype("float64")
+        independent = "logit_bias" in self.backbone.logit_scale.parameter_names
+        found = most_probable(probabilities(logits, independent), names, top)
+        return found[0] if is_one else found
+
+    def _encode(self, modality, inputs, batch_size):
         batch_size = check_integer("batch_size", batch_size)
         encoder = self.backbone.encoder(modality)
         if has_no_examples(inputs):
@@ -325,7 +365,7 @@ class ContrastiveModel(TakesPairs, LabellessTask):
         number = len(keras.tree.flatten(inputs)[0])
         if number > batch_size and keras.distribution.distribution() is None:
             encoder = serving(encoder)
-            return encoder.predict(inputs, batch_size=batch_size, verbose=verbose)
+            return encoder.predict(inputs, batch_size=batch_size, verbose=0)
         # `keras.Model.predict` is slow for small batches and cannot read outputs that
         # are sharded over processes.
         size, outputs = min(number, batch_size), []

@@ -1,6 +1,7 @@
 """Image classification with any image backbone. Axes: B batch, N tokens, D hidden."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -71,6 +72,27 @@ class ClassProbability(NamedTuple):
     name: str
     probability: float
     index: int
+
+
+def probabilities(logits: np.ndarray, independent: bool) -> np.ndarray:
+    """The softmax of logits (B, C), or the sigmoid of independent ones."""
+    if independent:
+        # Sigmoid that does not overflow.
+        return 0.5 * (1.0 + np.tanh(0.5 * logits))
+    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return exponentials / exponentials.sum(axis=-1, keepdims=True)
+
+
+def most_probable(
+    rows: np.ndarray, names: Sequence[str] | None, top: int
+) -> list[list[ClassProbability]]:
+    """The classes of largest probability in each row (B, C), by their names if any."""
+    # Stable sort: on ties the lower index comes first.
+    orders = np.argsort(-rows, axis=-1, kind="stable")[:, :top].tolist()
+    return [
+        [ClassProbability(names[i] if names else str(i), float(x[i]), i) for i in order]
+        for x, order in zip(rows, orders)
+    ]
 
 
 class ImageClassifier(MoETask, HubClassifier):
@@ -268,6 +290,11 @@ class ImageClassifier(MoETask, HubClassifier):
         self.head_position = head_position
 
     @property
+    def output_name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What the output is, in exported programs."""
+        return "logits" if self.output_activation is None else "probabilities"
+
+    @property
     def preprocessor(self) -> Any:
         """An `ImagePreprocessor`, which `classify` applies, or another, or None."""
         return super().preprocessor
@@ -292,7 +319,7 @@ class ImageClassifier(MoETask, HubClassifier):
         """Returns the most probable classes of images of any size.
 
         Args:
-            images: one or several images, as in `ImagePreprocessor`.
+            images: one or several images or paths, as in `ImagePreprocessor`.
             top: number of classes per image.
             batch_size: images per batch.
             max_value: pixel value of white, see `ImagePreprocessor`.
@@ -318,27 +345,10 @@ class ImageClassifier(MoETask, HubClassifier):
         if not len(keras.tree.flatten(prepared)[0]):
             return []
         outputs = self.predict(prepared, batch_size=batch_size, verbose=0)
-        names = self.preprocessor.class_names
-        results = []
-        for row in self._probabilities(outputs.astype("float64")):
-            # Stable sort: on ties the lower index comes first.
-            order = np.argsort(-row, kind="stable")[:top].tolist()
-            results.append(
-                [
-                    ClassProbability(names[i] if names else str(i), float(row[i]), i)
-                    for i in order
-                ]
-            )
-        return results
-
-    def _probabilities(self, outputs):
-        if self.output_activation is not None:
-            return outputs
-        if self.multi_label:
-            # Sigmoid that does not overflow.
-            return 0.5 * (1.0 + np.tanh(0.5 * outputs))
-        outputs = np.exp(outputs - outputs.max(axis=-1, keepdims=True))
-        return outputs / outputs.sum(axis=-1, keepdims=True)
+        outputs, names = outputs.astype("float64"), self.preprocessor.class_names
+        if self.output_activation is None:
+            outputs = probabilities(outputs, self.multi_label)
+        return most_probable(outputs, names, top)
 
     def outputs_from_head(self, head_outputs: object) -> Any:
         """Maps a muMoE head's outputs (B, units) to the model's, at inference."""

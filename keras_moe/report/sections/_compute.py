@@ -217,7 +217,9 @@ class Compute(section.LayerSection):
             means = [f"example {n}: {m.mean():.2f}" for n, m in zip(own, maps)]
             figures.append(
                 section.Figure(
-                    plot_compute_maps(images, maps, None, selected, "", columns=1),
+                    plot_compute_maps(
+                        images, maps, None, selected, title="", columns=1
+                    ),
                     f"FFN experts per patch, mean of the image: {', '.join(means)}",
                     f"Examples {', '.join(map(str, own))}: FFN experts of each patch, "
                     "the mean over layers. The number is the image's mean.",

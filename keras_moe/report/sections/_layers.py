@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from typing import Any
 
 import numpy as np
 
@@ -35,13 +36,19 @@ class Overview(section.Section):
 
     def finish(self):
         body = [self._layers()]
-        data = {"layers": [x._asdict() for x in self.model.blocks.values()]}
+        layers = [block._asdict() for block in self.model.blocks.values()]
+        data: dict[str, Any] = {"layers": layers}
+        findings = []
         # Custom model families may have no costs.
         with contextlib.suppress(AttributeError, ValueError):
             description = self.model.keras_model.describe()
             body.append(_costs(description))
             data["costs"] = description.to_dict()
-        return section.SectionContent(body, data)
+            data["training_batch_size"] = size = self.options.training_batch_size
+            if text := description.routing_text(size):
+                body.append(text)
+            findings = [section.Finding(*each) for each in description.findings()]
+        return section.SectionContent(body, data, findings)
 
     def _layers(self):
         rows = []

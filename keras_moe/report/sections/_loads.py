@@ -342,10 +342,11 @@ def _load_findings(counts):
         if len(experts):
             listed = ", ".join(map(str, experts[:8]))
             more = ", ..." if len(experts) > 8 else ""
+            verb, noun = ("is", "expert") if len(experts) == 1 else ("are", "experts")
             yield section.Finding(
                 level,
-                f"{block.key}: {len(experts)} of {number} experts are {what}: "
-                f"{listed}{more}.",
+                f"{block.key}: {len(experts)} of {number} experts {verb} {what}: "
+                f"{noun} {listed}{more}.",
             )
     largest = int(shares.argmax())
     is_large = number > 2 and shares[largest] > MAX_SHARE

@@ -188,7 +188,9 @@ class MuMoEExperts(section.LayerSection):
         per_image = sum(len(self.counts[key].experts) for key in self._detailed)
         # At most about the cost of reading the data twice, within the limits.
         pairs = min(max(2 * self._examples, _LEAST_PAIRS), _MOST_PAIRS)
-        kept = list(self._reservoir.kept.values())[: max(pairs // per_image, 1)]
+        kept = list(self._reservoir.kept.values())
+        # Of the whole data, which may be sorted by class.
+        kept = section.evenly_spaced(kept, max(pairs // per_image, 1))
         images = np.stack([image for image, _ in kept])
         labels = np.array([label for _, label in kept])
         body, rows = [], []

@@ -167,9 +167,6 @@ def peak(function):
     ({"num_layers": 2}, "encoderblock_2"),
     ({"num_layers": 4}, "block_3"),
     ({"patch_size": 5}, "patch_size=(5, 5)"),
-    ({"patch_size": "8"}, "patch_size='8'"),
-    ({"image_shape": 32}, "image_shape=32"),
-    ({"class_token": False}, "class_token"),
     ({"hidden_dim": 48}, "(8, 8, 3, 48)"),
     # Experts are not upcycled here.
     ({"moe_layers": [1]}, "none for 'block_1/moe"),

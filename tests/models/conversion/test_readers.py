@@ -80,10 +80,7 @@ def test_damaged_values(tmp_path, save):
     published.refused(str(path), "whole array as 'embedding/kernel'", "vit.npz")
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype"),
-    [(np.nan, "float32"), (np.inf, "float16"), (-np.inf, "float32"), (1e300, "f8")],
-)
+@pytest.mark.parametrize(("value", "dtype"), [(np.nan, "float32"), (1e300, "f8")])
 def test_values_that_are_no_numbers(tmp_path, value, dtype):
     kernel = np.zeros((24, 7), dtype)
     kernel[3, 4] = value
@@ -124,7 +121,7 @@ def test_missing_files(copy):
             models.from_preset(f"{copy}.index")
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.5, 0.98])
+@pytest.mark.parametrize("kept", [0.0, 0.98])
 @pytest.mark.parametrize("name", ["vmoe_tiny.index", "vmoe_tiny.data-00002-of-00003"])
 def test_a_truncated_file(copy, name, kept):
     path = copy.with_name(name)

@@ -1,8 +1,6 @@
 """SigLino's encoders, and the features of its teachers, by its released code."""
 
-import importlib
 import json
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -11,7 +9,6 @@ from safetensors.numpy import save_file
 
 from keras_moe import models, training
 from keras_moe.models.conversion.sources import open_source
-from keras_moe.report import write_report
 from tests import golden
 from tests.backends import every_backend_for
 from tests.compare import assert_close, assert_same
@@ -96,21 +93,6 @@ def test_images_of_two_shapes_in_one_batch(tmp_path):
         assert_close(features[kind][real], expected[real], 1e-4, 2e-5)
 
 
-def test_the_form_that_benchmarks_compare_with(tmp_path, monkeypatch):
-    """The release's loop over experts in PyTorch gives the release's numbers."""
-    pytest.importorskip("torch")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "tools" / "benchmark"))
-    forms = importlib.import_module("encoder_forward")
-    images, arrays = released(MOE, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    official = forms.OfficialSigLino(golden.part(arrays, "state_dict/"), config)
-    rows, columns = arrays["inputs/spatial_shapes"][0]
-    patches = forms.patches_of(images, config["patch_size"])
-    received = official(patches, int(rows), int(columns))
-    expected = arrays["outputs/patch_features/siglino"]
-    assert_close(received[:, 5:].numpy(), expected, 1e-4, 2e-5)
-
-
 @pytest.mark.parametrize("case", every_backend_for([MOE], "moe_top2"))
 def test_routing_is_that_of_the_release(tmp_path, case):
     images, arrays = released(case, tmp_path)
@@ -190,7 +172,6 @@ def test_any_size_of_image(tmp_path):
 
 @pytest.mark.parametrize(("case", "config", "message"), [
     (MOE, {"moe": {"score_func": "softmax", "top_k": 2}}, "sigmoid scores"),
-    (MOE, {"moe": {}}, "top_k"),
     (MOE, {"dim": 48}, "dim=48"),
     (DENSE, {"activation": "relu2"}, "activation='relu2'"),
 ])  # fmt: skip
@@ -207,13 +188,9 @@ def test_a_pickle_is_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize(("teachers", "message"), [
     ({}, "teachers={}"),
-    ({"dinov3": {"size": 4}}, "size"),
-    ({"dinov3": {"dim": 0}}, "dim=0"),
     ({"dinov3": {"dim": 4, "num_heads": 2}}, "mlp_dim=None"),
     ({"dinov3": {"dim": 4, "mlp_dim": 2}}, "mlp_dim=2"),
-    ({"dinov3": 5}, "teachers={'dinov3': 5}"),
     ({"dinov3": {}}, "teachers={'dinov3': {}}"),
-    ({"a/b": {"dim": 4}}, "a/b"),
     ({"grid": {"dim": 4}}, "name='grid'"),
     ({"a": {"dim": 4}, "a_grid": {"dim": 4}}, "name='a_grid'"),
 ])  # fmt: skip
@@ -225,11 +202,8 @@ def test_bad_teachers(teachers, message):
     refuses(message, models.TeacherFeatures, backbone, teachers)
 
 
-def test_the_report_and_muon_know_registers_and_heads(tmp_path):
+def test_muon_knows_the_heads(tmp_path):
     images, _ = released(MOE, tmp_path)
-    model = converted(tmp_path, images, num_classes=2)
-    write_report(model, (images, np.array([0, 1])), tmp_path / "report")
-    assert (tmp_path / "report" / "report.html").exists()
     teachers = converted(tmp_path, images)
     muon = training.Muon()
     shapes = {x.path: muon.matrix_shape(x) for x in teachers.trainable_weights}

@@ -114,24 +114,12 @@ def test_what_is_assumed_without_a_config_is_reported(tmp_path):
     (tmp_path / "config.json").unlink()
     # 32 dimensions are no usual size.
     refused(folder, "num_heads=")
-
-    def notes(source, **overrides):
-        notes = models.convert(source, load_weights=False, **overrides)[1].notes
-        assert all(note.startswith("assumed: ") for note in notes)
-        return "\n".join(notes)
-
-    assumed = notes(folder, num_heads=4)
+    _, report = models.convert(folder, load_weights=False, num_heads=4)
+    assert all(note.startswith("assumed: ") for note in report.notes)
+    assumed = "\n".join(report.notes)
     for word in ("mean=0.5", "layer_norm_epsilon=1e-06", "pooling: the class token"):
         assert word in assumed
     assert "num_heads" not in assumed
-
-    def widen(tensors):
-        for name, array in tensors.items():
-            tensors[name] = np.zeros([6 * n if n % 32 == 0 else n for n in array.shape])
-
-    folder = timm_folder(tmp_path / "wide", "vit_token", change=widen)
-    (tmp_path / "wide" / "config.json").unlink()
-    assert "num_heads=3" in notes(folder)
 
 
 def preprocessor_of(source, **overrides):
@@ -158,7 +146,13 @@ def test_class_names_and_preprocessor(tmp_path, place):
     folder = timm_folder(tmp_path, "vit_token", pretrained_cfg=cfg, **config)
     # The normalisation has become part of the patch embedding.
     expected = ImagePreprocessor(
-        (32, 32, 3), 0.5, 0.5, "bilinear", True, 0.9, class_names=NAMES
+        (32, 32, 3),
+        0.5,
+        0.5,
+        "bilinear",
+        antialias=True,
+        center_crop=0.9,
+        class_names=NAMES,
     )
     assert preprocessor_of(folder) == expected
     other = preprocessor_of(folder, num_classes=3, image_shape=(48, 32, 1))
@@ -172,7 +166,6 @@ def test_class_names_and_preprocessor(tmp_path, place):
     ({}, "bicubic", 0.875),
     ({"crop_pct": 1.0, "crop_mode": "squash"}, "bicubic", None),
     ({"interpolation": "lanczos", "crop_pct": 1.1}, "bicubic", 1.0),
-    ({"interpolation": None, "crop_pct": None}, "bicubic", 0.875),
 ])  # fmt: skip
 def test_crop_and_interpolation(tmp_path, cfg, interpolation, center_crop):
     cfg = {"input_size": [3, 32, 32], "mean": [0.5] * 3, "std": [0.5] * 3, **cfg}
@@ -183,18 +176,14 @@ def test_crop_and_interpolation(tmp_path, cfg, interpolation, center_crop):
     assert any("lanczos" in x for x in report.notes) == ("lanczos" in cfg.values())
 
 
-@pytest.mark.parametrize("names", [NAMES[:3], [f"LABEL_{i}" for i in range(7)]])
-def test_names_of_other_heads_are_left(tmp_path, names):
+def test_names_of_other_heads_are_left(tmp_path):
+    names = [f"LABEL_{i}" for i in range(7)]
     folder = timm_folder(tmp_path, "vit_token", label_names=names)
     assert preprocessor_of(folder).class_names is None
 
 
-@pytest.mark.parametrize("architecture", [
-    "vit_base_patch16_rpn_224",
-    "vit_pe_core_base_patch16_224",
-    "vit_base_patch16_dinov3",
-])  # fmt: skip
-def test_other_architectures(tmp_path, architecture):
+def test_other_architectures(tmp_path):
+    architecture = "vit_pe_core_base_patch16_224"
     folder = timm_folder(tmp_path / "x", "vit_token", architecture=architecture)
     refused(folder, f"architecture={architecture!r}")
     # Without a config the folder's name tells.
@@ -223,7 +212,6 @@ def test_tensors_of_other_models(tmp_path, removed, added, words):
     ({"global_pool": "max"}, "global_pool='max'"),
     ({"mean": [0.5], "std": [0.5]}, "3 channels"),
     ({"model_args": {"num_heads": 4, "block_fn": "parallel"}}, "block_fn"),
-    ({"model_args": {"depth": 2, "embed_dim": 32}}, "num_heads="),
     ({"act_layer": "silu"}, "act_layer='silu'"),
 ])  # fmt: skip
 def test_configs_of_other_models(tmp_path, config, word):
@@ -284,8 +272,6 @@ def test_dinov3_in_and_out(tmp_path, case):
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"key_bias": True}, "key_bias=False"),
     ({"position_embedding": "learned"}, "position_embedding='rotary_2d'"),
-    ({"register_tokens": 0}, "register_tokens=1"),
-    ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-05"),
     ({"moe": {"moe_layers": [0], "num_experts": 2}}, "moe="),
 ])  # fmt: skip
 def test_what_timms_dinov3_has_not(tmp_path, arguments, message):

@@ -4,12 +4,9 @@ import keras
 import numpy as np
 from keras import ops
 
-from tests import small_models
 from tests.gradients import gradient
-from tests.small_models import images
 from tools.studies.mumoe_editing import (
     AttributeAdversary,
-    adversarial_debiasing,
     fairness_metrics,
 )
 
@@ -56,28 +53,3 @@ def test_logits_train_the_adversary_and_confusion_the_features():
     gates = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     expected = 0.5 * (gates - 1 / 3) @ kernel.T / 5
     np.testing.assert_allclose(of_loss[0], expected, rtol=1e-3, atol=1e-6)
-
-
-def test_features_forget_the_attribute():
-    """Brightness is the attribute; where the light is, the label."""
-    inputs = 0.2 * images(64, 16, 8, 2)
-    labels, attributes = np.arange(64) % 2, (np.arange(64) // 2) % 2
-    inputs[labels == 1, :8] += 1.0
-    inputs[labels == 0, 8:] += 1.0
-    inputs[attributes == 1] += 1.0
-    actual = {}
-    for weight in (0.0, 3.0):
-        keras.utils.set_random_seed(0)
-        sizes = {"num_layers": 1, "moe_layers": None, "seed": 0}
-        classifier = small_models.classifier({"pooling": "average"}, 2, **sizes)
-        classifier.compile(keras.optimizers.Adam(0.02), loss="auto")
-        model = adversarial_debiasing(classifier, 2, weight)
-        targets = {"predictions": labels, "attribute": attributes}
-        history = model.fit(inputs, targets, batch_size=64, epochs=80, verbose=0)
-        actual[weight] = history.history["attribute_loss"][-1]
-        # The classifier has learnt with the model.
-        predicted = classifier.predict(inputs, verbose=0).argmax(axis=1)
-        assert (predicted == labels).mean() > 0.9
-    # An adversary that knows nothing has a loss of log 2.
-    assert actual[0.0] < 0.7 * np.log(2)
-    assert actual[3.0] > 0.9 * np.log(2)

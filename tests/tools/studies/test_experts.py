@@ -1,12 +1,12 @@
 """The study of experts: what it chooses, tests once, stores and draws."""
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from keras_moe import training
-from tools.studies import experts
 from tools.studies.experts import DENSE, MODEL, WIDE, Comparison, Model, Task, moe
-from tools.studies.study import Study
+from tools.studies.study import Study, weights_as_arrays
 
 
 @pytest.fixture
@@ -34,11 +34,10 @@ def test_settings_are_chosen_on_images_that_are_held_out(task, monkeypatch):
     assert dense["difference"]["mean"] == 0
     difference = upcycled["accuracies"][0] - dense["accuracies"][0]
     assert upcycled["difference"]["mean"] == difference
-    assert "largest_load" not in dense
-    assert upcycled["largest_load"]["mean"] >= 1
     # The dense model of "fast" is the one with which the other begins.
     names = [path.name.partition("-")[0] for path in task.study.runs.glob("*.json")]
-    assert sorted(names) == ["tested", "tested", "trained", "trained", "trained"]
+    assert sorted(names) == ["step_times", *["tested"] * 2, *["trained"] * 3]
+    assert dense["step_ms"] > 0
     part.show(results, task.study.console)
     (picture,) = part.draw({"upcycled": results})
     assert picture.stat().st_size > 5_000
@@ -55,22 +54,16 @@ def test_train_and_held_out_images_are_others(task):
     assert (len(held_out), len(train), len(held_out & train)) == (32, 64, 0)
 
 
+def test_classes_that_are_left_out_are_only_probed(task):
+    own = Task(task.study, task.recipe, 32, left_out=range(5, 10))
+    labels = own.whole("train")[1]
+    assert set(labels[np.concatenate(list(own.parts.values()))]) == set(range(5))
+    weights = weights_as_arrays(own.recipe_of(DENSE, 0).new_model(own.classes))
+    assert set(own.probes(DENSE, weights)) == {"ten_shot_left_out"}
+
+
 def test_models_to_compare_have_equal_costs(task):
     task.recipe = task.recipe.replace(model={"num_layers": 4})
     dense, wide, sparse = map(task.costs, (DENSE, WIDE, moe(1)))
     assert wide["parameters"] == pytest.approx(sparse["parameters"], rel=0.02)
     assert sparse["mflops"] == pytest.approx(dense["mflops"], rel=0.02)
-
-
-def test_every_part_has_its_rows():
-    half = {"schedule.epochs": 1}
-    rates = [1e-3, 2e-3]
-    for rows in (
-        experts.sizes(),
-        experts.balances(1),
-        experts.beginnings(half),
-        experts.optimizers(DENSE, rates),
-    ):
-        assert all(isinstance(x, Model) for row in rows.values() for x in row.values())
-    both = experts.optimizers(DENSE, rates).values()
-    assert [list(row) for row in both] == [["0.001", "0.002"]] * 2

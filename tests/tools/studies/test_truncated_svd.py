@@ -39,8 +39,3 @@ def test_truncated_svd_evaluates_the_best_approximation():
     loss = model.evaluate(inputs, LABELS, verbose=0, return_dict=True)["loss"]
     np.testing.assert_allclose(actual.scores[0], loss, rtol=1e-4)
     assert abs(actual.scores[0] - actual.full) > 1e-3
-
-
-def test_shares_are_fractions():
-    with pytest.raises(ValueError, match=r"in \(0, 1\]; received: shares=\[0.0\]"):
-        truncated_svd(model_of_one_block(), None, LABELS, [0.0])
