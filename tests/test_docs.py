@@ -28,10 +28,10 @@ PAGES = {
 # What a test has not, by page: a block for each. Those of PyTorch run on it.
 UNTESTED = {
     "coming_from.md": ["google-research/vmoe", "timm", "OpenCLIP"],
-    "devices.md": ["keras-moe[tpu-plan]"],
-    "evaluation.md": ["keras-moe[mteb]", "keras-moe[lm-eval]"],
+    "devices.md": ["the extra tpu-plan"],
+    "evaluation.md": ["the extra mteb", "the extra lm-eval"],
     "keras.md": [
-        "KERAS_BACKEND=torch, keras-moe[onnx] and onnxruntime",
+        "KERAS_BACKEND=torch, the extra onnx, and onnxruntime",
         "KERAS_BACKEND=torch",
     ],
 }
