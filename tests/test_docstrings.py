@@ -82,6 +82,7 @@ def complaints(name: str, thing: object) -> list[str]:
 def test_public_names_are_documented(folder):
     module = importlib.import_module(f"keras_moe.{folder}")
     assert module.__all__, f"keras_moe.{folder} exports nothing"
+    assert dir(module) == sorted(module.__all__)
     missing = []
     for name in module.__all__:
         missing += complaints(f"{folder}.{name}", getattr(module, name))

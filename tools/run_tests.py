@@ -31,6 +31,7 @@ DURATIONS = Path(sys.prefix) / "durations.json"
 RELEASE = (
     "tests/cli/test_wheel.py",
     "tests/report/test_page.py",
+    "tests/test_docs.py",
     "tests/test_guides.py",
     "tests/test_repository.py",
     "tests/test_site.py",

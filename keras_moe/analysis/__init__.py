@@ -67,3 +67,4 @@ __all__ = [
     "tag_tokens",
     "token_flows",
 ]
+__dir__ = __all__.copy

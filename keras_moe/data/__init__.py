@@ -53,3 +53,4 @@ __all__ = [
     "write_pair_tfrecords",
     "write_tfrecords",
 ]
+__dir__ = __all__.copy

@@ -18,3 +18,4 @@ __all__ = [
     "gathered",
     "layouts",
 ]
+__dir__ = __all__.copy

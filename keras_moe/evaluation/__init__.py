@@ -72,3 +72,4 @@ __all__ = [
     "zero_shot",
     "zero_shot_from_model",
 ]
+__dir__ = __all__.copy

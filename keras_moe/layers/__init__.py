@@ -78,3 +78,4 @@ __all__ = [
     "resize_positions",
     "resolve_moe_layers",
 ]
+__dir__ = __all__.copy

@@ -67,3 +67,4 @@ __all__ = [
     "target_entropy_loss",
     "token_log_likelihoods",
 ]
+__dir__ = __all__.copy

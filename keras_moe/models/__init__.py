@@ -106,5 +106,6 @@ __all__ = [
     "resolve",
     "upload",
 ]
+__dir__ = __all__.copy
 
 register_presets(builtin_presets())

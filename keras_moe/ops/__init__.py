@@ -46,3 +46,4 @@ __all__ = [
     "sparse_transport",
     "token_choice",
 ]
+__dir__ = __all__.copy

@@ -29,3 +29,4 @@ __all__ = [
     "Table",
     "write_report",
 ]
+__dir__ = __all__.copy

@@ -29,3 +29,4 @@ __all__ = [
     "get",
     "register_router",
 ]
+__dir__ = __all__.copy

@@ -104,3 +104,4 @@ __all__ = [
     "twins",
     "upcycle",
 ]
+__dir__ = __all__.copy

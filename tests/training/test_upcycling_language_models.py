@@ -1,6 +1,5 @@
 """Language models become mixtures, ours and KerasHub's: function, training, input."""
 
-import re
 from pathlib import Path
 
 import keras_hub
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 from keras import ops
 
-import keras_moe
 from keras_moe import models, training
 from keras_moe.models.conversion._gpt2 import GPT2
 from tests.compare import assert_close, assert_same
@@ -133,21 +131,6 @@ def test_tokenizers_and_presets_of_keras_hub(tmp_path):
     assert ours.backbone.get_config()["max_length"] == 12
     ours.compile(sampler="greedy")
     assert ours.generate("hello", 9) == dense.generate("hello", max_length=9)
-
-
-def test_the_snippet_of_the_docs_runs(monkeypatch):
-    page = (ROOT / "docs" / "weights.md").read_text(encoding="utf-8")
-    (snippet,) = re.findall(r"### Language models\n\n```python\n(.*?)```", page, re.S)
-    kind = keras_hub.models.LlamaCausalLM
-    (preset,) = re.findall(r'LlamaCausalLM.from_preset\("(.*?)"\)', snippet)
-    assert preset in kind.presets
-    made = classmethod(lambda cls, _: language_model("Llama"))
-    monkeypatch.setattr(kind, "from_preset", made)
-    monkeypatch.setattr(models, "from_preset", lambda _: gpt2())
-    names = {"keras_hub": keras_hub, "keras_moe": keras_moe}
-    exec(snippet, names)
-    assert len(names["moepp"].backbone.routing) == 2
-    assert names["report"].preserved
 
 
 # Bad input
