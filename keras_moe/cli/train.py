@@ -179,7 +179,7 @@ def run(args: argparse.Namespace, console: "Console") -> Result | None:
     if report:
         rows["report"] = report.page
     if trained.score + 1e-6 < (trained.linear_probe or 0):
-        rows["below the probe"] = advice(trained.history)
+        rows["below the probe"] = advice(trained.history, results["metric"])
     for method, example in (("classify", "photo"), ("generate", '"Once upon a time"')):
         if hasattr(trained.model, method):
             preset = json.dumps(str(folder / "preset"))
@@ -187,10 +187,11 @@ def run(args: argparse.Namespace, console: "Console") -> Result | None:
     return Result(results, tuple(f"{name:<18} {value}" for name, value in rows.items()))
 
 
-def advice(history: dict[str, list[float]]) -> str:
+def advice(history: dict[str, list[float]], metric: str) -> str:
     """What to change where fine-tuning ended below its linear probe."""
     change = "raise --epochs or --learning-rate, for it still learns"
-    if history["accuracy"][-1] > max(history["val_accuracy"]):
+    trained = history.get(metric.removeprefix("val_"), [0.0])
+    if trained[-1] > max(history[metric]):
         change = (
             "lower --learning-rate or --epochs, or keep the best epoch with "
             "--recipe-set schedule.best=restore, for it fits the training images only"
@@ -567,18 +568,20 @@ def first_lines(recipe: "Recipe", model: Any, data_dir: str | None) -> Iterator[
     if starts_from_weights(recipe):
         start = f"the weights of {recipe.model.preset}"
     yield f"starts from {start}"
-    config = recipe.data
-    if not isinstance(config, keras_moe.training.ImageData):
-        return
     from keras_moe.data.sources import open_source
+    from keras_moe.training.objectives import LabelledImages
 
+    config: Any = recipe.data
+    # Objectives from outside may read their data themselves.
+    if not isinstance(recipe.objective, LabelledImages):
+        return
     splits = (config.train_split, config.test_split)
     train, test = (
         open_source(config.source, split, data_dir).without(excluded)
         for split, excluded in zip(splits, config.left_out(data_dir))
     )
     height, width, channels = model.backbone.image_shape
-    sizes = [f"{w}x{h}" for h, w in sorted(train.sizes(), key=math.prod)]
+    sizes = [f"{w}x{h}" for h, w in sorted(train.sizes(), key=math.prod)] or ["?"]
     yield (
         f"{train.count:,} images to train on, {test.count:,} to test on: "
         f"{width}x{height}{' grey' * (channels == 1)}, from "

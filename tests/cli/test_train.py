@@ -140,8 +140,9 @@ def test_your_own_photos_in_one_command(done, tmp_path):
 
 def test_what_to_change_below_the_linear_probe():
     learns = {"accuracy": [0.2, 0.5], "val_accuracy": [0.3, 0.6]}
-    assert advice(learns).startswith("raise --epochs")
-    assert advice({**learns, "accuracy": [0.2, 0.9]}).startswith("lower --learning")
+    assert advice(learns, "val_accuracy").startswith("raise --epochs")
+    fits = {**learns, "accuracy": [0.2, 0.9]}
+    assert advice(fits, "val_accuracy").startswith("lower --learning-rate")
 
 
 def test_recipes_are_listed(done):
