@@ -78,10 +78,13 @@ def test_the_official_form_has_the_losses_and_gradients_of_the_official_code(
     loss = jax.jit(jax.value_and_grad(official_models.loss), static_argnums=3)
     value, gradients = loss(weights, arrays["inputs/images"], labels, own)
     assert_close(value, arrays["outputs/total_loss"], 1e-5)
+    # Of the total loss only some gradients are stored; Soft MoE has no other loss.
     kind = "total_loss" if "vmoe" in case else "softmax_xent"
-    for path, gradient in gradients.items():
-        expected = arrays[f"grads/{kind}/params/{names[path]}"]
-        assert_close(gradient, expected, 1e-3, 1e-5, err_msg=path)
+    stored = golden.part(arrays, f"grads/{kind}/params/")
+    assert stored
+    for path, name in names.items():
+        if name in stored:
+            assert_close(gradients[path], stored[name], 1e-3, 1e-5, err_msg=path)
 
 
 @pytest.mark.parametrize("label", ["V-MoE, K=2", "Soft MoE"])
