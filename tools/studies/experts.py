@@ -158,9 +158,9 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     if "official" in args.parts:
         if keras.backend.backend() == "jax":
             # The official code is JAX.
-            from tools.studies.official_training import Official
+            from tools.studies.official_training import Official, models_of
 
-            parts["official"] = Official(study, task, args.seeds)
+            parts["official"] = Official(study, task, models_of(task), args.seeds)
         else:
             console.print("official  left out: it needs KERAS_BACKEND=jax")
     return run_parts(study, parts)

@@ -60,6 +60,10 @@ class Settings(NamedTuple):
     def noise_deviation(self) -> float:
         return self.noise_std / self.num_experts
 
+    def noise_shape(self, batch_size: int) -> tuple[int, int, int]:
+        size = self.examples_per_group * self.num_tokens
+        return batch_size // self.examples_per_group, size, self.num_experts
+
 
 class Optimizer(NamedTuple):
     """Adam with clipped gradients, and decoupled weight decay of kernels."""
@@ -137,9 +141,7 @@ def initial_weights(own: Settings, seed: int) -> Weights:
 
 def noises(own: Settings, batch_size: int, seed: int) -> Iterator[Noise | None]:
     """The routers' noise of each step."""
-    groups = batch_size // own.examples_per_group
-    shape = (groups, own.examples_per_group * own.num_tokens, own.num_experts)
-    key = jax.random.key(seed)
+    shape, key = own.noise_shape(batch_size), jax.random.key(seed)
     while True:
         if own.num_selected_experts is None or not own.noise_std:
             yield None
@@ -346,10 +348,10 @@ def _step(own, optimizer, state, images, labels, rate, epsilon, noise):
 def train(
     own: Settings,
     optimizer: Optimizer,
-    weights: Weights,
-    batches: Iterable[tuple[Any, Any]],
     rates: Iterable[float],
     epsilons: Iterable[float],
+    weights: Weights,
+    batches: Iterable[tuple[Any, Any]],
     every_noise: Iterable[Noise | None],
 ) -> tuple[Weights, np.ndarray]:
     """The weights after as many steps as there are rates, and the loss of each."""

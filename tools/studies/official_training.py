@@ -15,6 +15,7 @@ from rich.console import Console
 
 from tools.studies.experts import Model, Task
 from tools.studies.official_models import (
+    Noise,
     Optimizer,
     Settings,
     initial_weights,
@@ -93,30 +94,47 @@ def values_by_path(model: keras.Model) -> dict[str, np.ndarray]:
 def steps_of_both(
     own: Settings, recipe: Any, batches: Any, seed: int = 0
 ) -> dict[str, list[float]]:
-    """Losses of the recipe's steps from our initial weights, without noise.
+    """Losses of the recipe's steps, from our initial weights and with our noise.
 
     `"optax"` is the official code with optax's epsilon instead of Keras's.
     """
-    own, steps = own._replace(noise_std=0.0), recipe.schedule.steps
     recipe = recipe.replace(**our_model(own).overrides, seed=seed)
+    steps = recipe.schedule.steps
     model = recipe.new_model(own.num_classes)
     recipe.compile(model, steps)
-    weights = values_by_path(model)
+    weights, optimizer = values_by_path(model), official_optimizer(recipe, steps)
+    noise = our_noise(own, model, recipe.data.batch_size, steps)
     # An epoch of one step, so that each has its own loss.
     history = model.fit(
         batches, epochs=steps, steps_per_epoch=1, shuffle=False, verbose=0
     ).history
     results = {"ours": history["loss"]}
-    optimizer, rates = official_optimizer(recipe, steps)
     for name, epsilons in (
-        ("official", keras_epsilons(EPSILON, steps, optimizer)),
+        ("official", keras_epsilons(EPSILON, steps, optimizer[0])),
         ("optax", itertools.repeat(EPSILON)),
     ):
         seen = batches.as_numpy_iterator()
-        no_noise = itertools.repeat(None)
-        _, losses = train(own, optimizer, weights, seen, rates, epsilons, no_noise)
+        _, losses = train(own, *optimizer, epsilons, weights, seen, noise)
         results[name] = losses.tolist()
     return results
+
+
+def our_noise(
+    own: Settings, model: Any, batch_size: int, steps: int
+) -> list[Noise | None]:
+    """The noise that our model's routers will draw, step by step."""
+    if own.num_selected_experts is None or not own.noise_std:
+        return [None] * steps
+    noise = [{} for _ in range(steps)]
+    for index in own.moe_layers:
+        router = model.backbone.get_layer(f"block_{index}").feed_forward.router
+        drawn = keras.random.SeedGenerator(0)
+        drawn.state.assign(keras.ops.convert_to_numpy(router.seed_generator.state))
+        for step in noise:
+            step[index] = keras.random.normal(
+                own.noise_shape(batch_size), stddev=own.noise_deviation, seed=drawn
+            )
+    return noise
 
 
 def official_optimizer(recipe: Any, steps: int) -> tuple[Optimizer, list[float]]:
@@ -138,9 +156,11 @@ def largest_difference(losses: dict[str, list[float]], name: str) -> float:
 class Official(Part):
     """Curves and accuracies of both codes, and steps from the same weights."""
 
-    def __init__(self, study: Study, task: Task, seeds: int):
+    def __init__(
+        self, study: Study, task: Task, models: dict[str, Settings], seeds: int
+    ):
         super().__init__(study)
-        self.task, self.seeds = task, seeds
+        self.task, self.models, self.seeds = task, models, seeds
 
     def train_official(
         self, own: Settings, seed: int, on_progress: OnProgress
@@ -150,14 +170,13 @@ class Official(Part):
         recipe = task.recipe_of(overrides, seed)
         batch_size = recipe.data.batch_size
         steps = len(task.parts["train"]) // batch_size
-        optimizer, rates = official_optimizer(recipe, steps)
+        batches = task.load_augmented(seed, repeat=True, one_hot=True)
         weights, losses = train(
             own,
-            optimizer,
-            initial_weights(own, seed),
-            task.load_augmented(seed, repeat=True, one_hot=True).as_numpy_iterator(),
-            rates,
+            *official_optimizer(recipe, steps),
             itertools.repeat(EPSILON),
+            initial_weights(own, seed),
+            batches.as_numpy_iterator(),
             noises(own, batch_size, seed),
         )
         # Our model reads them, which has the same function.
@@ -174,7 +193,8 @@ class Official(Part):
     ) -> tuple[dict, dict[str, np.ndarray]]:
         recipe = self.task.recipe.replace(**{"schedule.steps": STEPS})
         batches = self.task.load_augmented(seed, repeat=True, one_hot=True)
-        return steps_of_both(own, recipe, batches, seed), {}
+        no_noise = own._replace(noise_std=0.0)
+        return steps_of_both(no_noise, recipe, batches, seed), {}
 
     def runs_of(self, label: str, own: Settings, seed: int) -> dict[str, Run]:
         task, model = self.task, our_model(own)
@@ -192,10 +212,9 @@ class Official(Part):
         }
 
     def results(self) -> dict:
-        settings = models_of(self.task)
         runs = {
             label: [self.runs_of(label, own, seed) for seed in range(self.seeds)]
-            for label, own in settings.items()
+            for label, own in self.models.items()
         }
         self.study.finish_all(
             [
