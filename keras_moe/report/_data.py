@@ -183,14 +183,15 @@ class Drawn(NamedTuple):
 
 
 def draw_examples(
-    model: ReportedModel, data: Any, number: int | None, seed: int
+    model: ReportedModel, data: object, number: int | None, seed: int
 ) -> Drawn | None:
     """Draws examples, of all classes alike; None to take those that come first."""
     if number is None or isinstance(data, Iterator):
         # An iterator can be read only once.
         return None
     _, length = read_batches(data, _AT_ONCE, "arrays", may_be_endless=True)
-    if hasattr(data, "cardinality") and int(data.cardinality()) == -1:
+    cardinality = getattr(data, "cardinality", None)
+    if cardinality is not None and int(cardinality()) == -1:
         # It never ends.
         return None
     most = None if length is not None else max(_MOST_SEEN, number)

@@ -36,6 +36,7 @@ from keras_moe.analysis.usage import (
     merged_usage,
     routed_tokens,
 )
+from keras_moe.models import Description
 from keras_moe.training.callbacks import (
     EventFile,
     PeriodicCallback,
@@ -137,7 +138,7 @@ class RouterHealth(PeriodicCallback):
         self.min_entropy, self.max_share = min_entropy, max_share
         self.max_dead = max_dead
         self.layers = []
-        self.costs: Any = None
+        self.costs: Description | None = None
         self._events = None
         # Rows not yet written to TensorBoard.
         self._unwritten = []

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -145,7 +145,7 @@ class Datasets(NamedTuple):
     test: Any
     num_classes: int | None
     steps_per_epoch: int
-    shuffled_test: Any = None
+    shuffled_test: Callable[[], Iterable] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -395,9 +395,9 @@ def block_part(block: keras.layers.Layer, *shapes: tuple) -> Part:
     flops, routed = (sum(x) for x in zip(*(cost[2:] for cost in costs)))
     cost = costs[0]._replace(flops=flops, routed_flops=routed)
     part = Part(block.name, block_kind(block), *cost)
-    if not routed:
+    if not isinstance(block, MoEBlock) or not routed:
         return part
-    moe: Any = block.feed_forward
+    moe = block.feed_forward
     # Slots are what one expert is asked to do.
     slots = routed / moe.experts.cost((1, shapes[0][-1])).flops
     selected = getattr(moe.router, "num_selected_experts", None)

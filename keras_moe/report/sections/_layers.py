@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-from typing import Any
 
 import numpy as np
 
@@ -37,7 +36,7 @@ class Overview(section.Section):
     def finish(self):
         body = [self._layers()]
         layers = [block._asdict() for block in self.model.blocks.values()]
-        data: dict[str, Any] = {"layers": layers}
+        data: dict[str, object] = {"layers": layers}
         findings = []
         # Custom model families may have no costs.
         with contextlib.suppress(AttributeError, ValueError):
