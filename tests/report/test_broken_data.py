@@ -42,7 +42,7 @@ def test_images_that_are_not_finite_are_left_out(model, tmp_path):
     assert loads.pop("tokens_not_finite") == 4 * 9
     assert own.pop("tokens_not_finite") == 0
     assert loads == own
-    for name in ("entropies", "confidence", "pruning"):
+    for name in ("entropies", "confidence"):
         assert sections[name] == expected[name], name
     whole, part = (x["predicted"] for x in sections["explorer"]["examples"])
     assert whole is not None

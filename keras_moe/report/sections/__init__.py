@@ -5,7 +5,7 @@ from keras_moe.report.sections._capacity import DroppedPatches, Priorities
 from keras_moe.report.sections._compute import Compute
 from keras_moe.report.sections._explorer import Explorer
 from keras_moe.report.sections._layers import Confidence, Overview, RoutingEntropies
-from keras_moe.report.sections._loads import Loads, Pruning
+from keras_moe.report.sections._loads import Loads
 from keras_moe.report.sections._mumoe import MuMoEExperts
 from keras_moe.report.sections._top_tokens import TopTokens
 from keras_moe.report.sections._transitions import ExpertTransitions
@@ -23,5 +23,4 @@ SECTIONS: list[type[Section]] = [
     Explorer,
     Compute,
     MuMoEExperts,
-    Pruning,
 ]

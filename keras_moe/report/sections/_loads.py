@@ -4,8 +4,6 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.analysis.interventions import CoverageCurve
-from keras_moe.analysis.plots import plot_coverage
 from keras_moe.analysis.routing import DEAD, MAX_DEAD, MAX_SHARE, MIN_ENTROPY, entropy
 from keras_moe.report import section
 from keras_moe.report._figures import draw_class_map, draw_load_map, draw_loads
@@ -17,8 +15,6 @@ MAX_LAYERS, MAX_CLASS_MAPS = 8, 6
 MAX_DRAWN = 30
 # Fractions of dropped choices that are a notice and a problem.
 DROPS = (0.01, 0.1)
-# Fractions of the work for which the experts needed are counted.
-COVERED = (0.9, 0.95, 0.99)
 
 
 class LayerCounts:
@@ -375,61 +371,3 @@ def _drop_findings(counts):
             f"{key}: no expert takes {unserved:.1%} of the tokens: raise "
             "capacity_factor if these matter.",
         )
-
-
-class Pruning(section.LayerSection):
-    """The section on experts that could be pruned."""
-
-    title = "Experts that could go"
-    anchor = "pruning"
-    intro = (
-        "Experts are removed, the least used first; the curve is the share of the "
-        "tokens that the others serve, for a model of one modality if there are two. "
-        "keras_moe.analysis.prune_experts makes the smaller model: measure its "
-        "accuracy again."
-    )
-
-    @classmethod
-    def reads(cls, block):
-        return block.is_sparse
-
-    def new_counts(self, block):
-        return np.zeros(block.num_experts)
-
-    def count(self, counts, block, batch):
-        served = batch.routing[block.key].dispatched[batch.routed_of(block)]
-        counts += served.sum(axis=0, dtype="float64")
-
-    def finish(self):
-        curves, rows, data = {}, [], {}
-        for key, block in self.blocks.items():
-            served = self.counts[key]
-            if not served.any():
-                continue
-            order = np.argsort(-served, kind="stable")
-            curve = CoverageCurve(order, np.cumsum(served[order]) / served.sum())
-            curves.setdefault(block.modality, {})[block.short_key] = curve
-            needed = [curve.needed(share) for share in COVERED]
-            gone = [e for e in curve.experts[needed[-1] :] if block.is_present[e]]
-            gone = ", ".join(map(str, sorted(gone))) or "none"
-            rows.append([key, int(block.is_present.sum()), *needed, gone])
-            data[f"{block.modality}/{block.short_key}"] = curve.to_dict()
-        if not curves:
-            return section.SectionContent(
-                ["No expert serves a token of this data."], {}
-            )
-        head = ["layer", "experts", *(f"needed for {x:.0%}" for x in COVERED)]
-        head.append(f"could go at {COVERED[-1]:.0%}")
-        figures = [
-            section.Figure(
-                plot_coverage({group: by_name}, title=""),
-                f"Share of the {group} tokens that are served, by the number of pruned "
-                "experts.",
-                f"{group.capitalize()} tokens. A curve that stays high has experts "
-                "that could go.",
-                f"coverage_{group}",
-            )
-            for group, by_name in curves.items()
-        ]
-        table = section.Table(head, rows, "Experts that are needed")
-        return section.SectionContent([*figures, table], data)
