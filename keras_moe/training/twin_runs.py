@@ -264,15 +264,16 @@ def twins(
 
 
 def twin_models(
-    recipe: Recipe, num_classes: int
+    recipe: Recipe, num_classes: int | None
 ) -> dict[str, tuple[ModelConfig, Description]]:
     """The recipe's model, and dense ones of equal FLOPs and of equal parameters."""
     config = dataclasses.replace(recipe.model, load_weights=False)
 
     def described(overrides):
-        own, classes = json_copy("overrides", overrides), {"num_classes": num_classes}
-        options = {"load_weights": False, "counts_only": True}
-        with models.resolve(config.preset, {**classes, **own}, **options) as blueprint:
+        own = {"num_classes": num_classes, **json_copy("overrides", overrides)}
+        with models.resolve(
+            config.preset, own, load_weights=False, counts_only=True
+        ) as blueprint:
             return blueprint, blueprint.describe()
 
     blueprint, cost = described(config.overrides)
@@ -349,8 +350,11 @@ class _HeldOut(ImageData):
 
 def _with_held_out(recipe, held_out, data_dir) -> Recipe:
     """The recipe that evaluates on images which it does not train on."""
-    config, number = recipe.data, check_positive("held_out", held_out)
-    excluded = config.left_out(data_dir)[0]
+    config: Any = recipe.data
+    number, excluded = (
+        check_positive("held_out", held_out),
+        config.left_out(data_dir)[0],
+    )
     count = data.num_examples(config.source, config.train_split, data_dir, excluded)
     size = round(number * count) if number < 1 else round(number)
     if not 0 < size <= count - config.batch_size or number not in (size, number % 1):
@@ -429,7 +433,7 @@ class _Runs:
         return self._once(label, folder / "test.json", settings, make)
 
     def step_times(
-        self, rates: dict[str, float], num_classes: int, rounds: int
+        self, rates: dict[str, float], num_classes: int | None, rounds: int
     ) -> dict[str, float]:
         """Medians of the times of training steps in ms, with the same batch."""
         own = {name: self._run(name, x, self.recipe.seed) for name, x in rates.items()}
