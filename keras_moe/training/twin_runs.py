@@ -350,11 +350,8 @@ class _HeldOut(ImageData):
 
 def _with_held_out(recipe, held_out, data_dir) -> Recipe:
     """The recipe that evaluates on images which it does not train on."""
-    config: Any = recipe.data
-    number, excluded = (
-        check_positive("held_out", held_out),
-        config.left_out(data_dir)[0],
-    )
+    config, number = recipe.data, check_positive("held_out", held_out)
+    excluded, _ = config.left_out(data_dir) or ((), ())
     count = data.num_examples(config.source, config.train_split, data_dir, excluded)
     size = round(number * count) if number < 1 else round(number)
     if not 0 < size <= count - config.batch_size or number not in (size, number % 1):
