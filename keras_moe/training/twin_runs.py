@@ -22,6 +22,7 @@ from keras_moe.layers.moe_config import MUMOE, moe_config
 from keras_moe.models.loading._overrides import moe_names
 from keras_moe.models.loading.blueprint import Description
 from keras_moe.models.registry import is_architecture
+from keras_moe.training.callbacks import Callback
 from keras_moe.training.non_finite import NonFiniteLoss
 from keras_moe.training.objectives import Classification
 from keras_moe.training.optimizers import group_factors
@@ -141,8 +142,7 @@ class Twins(NamedTuple):
                 last.append([f"against {name}", *costs, "", *differences])
         title, caption = f"Twins on {self.source}", _CAPTION
         if at_end:
-            caption += f" Other rates may suit {' and '.join(at_end)} better: the best "
-            caption += "one is at an end of the list."
+            caption += f" The best rate is an end of the list for {', '.join(at_end)}."
         return numbers_table(title, _HEAD, rows, last, caption=caption)
 
     def to_dict(self) -> dict:
@@ -367,7 +367,7 @@ def _with_held_out(recipe, held_out, data_dir) -> Recipe:
 # Runs
 
 
-class _Epochs(keras.callbacks.Callback):
+class _Epochs(Callback):
     """Tells after each epoch how far a run is."""
 
     def __init__(self, show: Callable[[str], None]):
