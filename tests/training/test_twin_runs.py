@@ -166,7 +166,7 @@ def test_a_rate_that_diverges_is_not_chosen(small, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "options", "message"),
     [
-        ({"objective": "multi_label"}, {}, "objective='multi_label'"),
+        ({"multi_label": "multi_label"}, {}, "objective='multi_label'"),
         ({"model_arguments": {"moe_layers": None}}, {}, "a model with experts"),
         ({"model_arguments": {"load_weights": True}}, {}, "load_weights=True"),
         ({"model_arguments": {"multi_label": True}}, {}, "multi_label=True"),
