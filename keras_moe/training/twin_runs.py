@@ -22,6 +22,7 @@ from keras_moe.layers.moe_config import MUMOE, moe_config
 from keras_moe.models.loading._overrides import moe_names
 from keras_moe.models.loading.blueprint import Description
 from keras_moe.models.registry import is_architecture
+from keras_moe.training.callbacks import Callback
 from keras_moe.training.non_finite import NonFiniteLoss
 from keras_moe.training.objectives import Classification
 from keras_moe.training.optimizers import group_factors
@@ -141,8 +142,7 @@ class Twins(NamedTuple):
                 last.append([f"against {name}", *costs, "", *differences])
         title, caption = f"Twins on {self.source}", _CAPTION
         if at_end:
-            caption += f" Other rates may suit {' and '.join(at_end)} better: the best "
-            caption += "one is at an end of the list."
+            caption += f" The best rate is an end of the list for {', '.join(at_end)}."
         return numbers_table(title, _HEAD, rows, last, caption=caption)
 
     def to_dict(self) -> dict:
@@ -264,15 +264,16 @@ def twins(
 
 
 def twin_models(
-    recipe: Recipe, num_classes: int
+    recipe: Recipe, num_classes: int | None
 ) -> dict[str, tuple[ModelConfig, Description]]:
     """The recipe's model, and dense ones of equal FLOPs and of equal parameters."""
     config = dataclasses.replace(recipe.model, load_weights=False)
 
     def described(overrides):
-        own, classes = json_copy("overrides", overrides), {"num_classes": num_classes}
-        options = {"load_weights": False, "counts_only": True}
-        with models.resolve(config.preset, {**classes, **own}, **options) as blueprint:
+        own = {"num_classes": num_classes, **json_copy("overrides", overrides)}
+        with models.resolve(
+            config.preset, own, load_weights=False, counts_only=True
+        ) as blueprint:
             return blueprint, blueprint.describe()
 
     blueprint, cost = described(config.overrides)
@@ -350,7 +351,7 @@ class _HeldOut(ImageData):
 def _with_held_out(recipe, held_out, data_dir) -> Recipe:
     """The recipe that evaluates on images which it does not train on."""
     config, number = recipe.data, check_positive("held_out", held_out)
-    excluded = config.left_out(data_dir)[0]
+    excluded, _ = config.left_out(data_dir) or ((), ())
     count = data.num_examples(config.source, config.train_split, data_dir, excluded)
     size = round(number * count) if number < 1 else round(number)
     if not 0 < size <= count - config.batch_size or number not in (size, number % 1):
@@ -366,7 +367,7 @@ def _with_held_out(recipe, held_out, data_dir) -> Recipe:
 # Runs
 
 
-class _Epochs(keras.callbacks.Callback):
+class _Epochs(Callback):
     """Tells after each epoch how far a run is."""
 
     def __init__(self, show: Callable[[str], None]):
@@ -429,7 +430,7 @@ class _Runs:
         return self._once(label, folder / "test.json", settings, make)
 
     def step_times(
-        self, rates: dict[str, float], num_classes: int, rounds: int
+        self, rates: dict[str, float], num_classes: int | None, rounds: int
     ) -> dict[str, float]:
         """Medians of the times of training steps in ms, with the same batch."""
         own = {name: self._run(name, x, self.recipe.seed) for name, x in rates.items()}
