@@ -40,7 +40,7 @@ def digits_of_tests():
 
 
 def clothes():
-    """The first 100 test images of Fashion-MNIST, by Zalando SE, under MIT's licence."""
+    """The first 100 test images of Fashion-MNIST, by Zalando SE, under MIT."""
     with np.load(ROOT / "tests/data/fashion_mnist_100.npz") as stored:
         return stored["images"][..., None], stored["labels"]
 
