@@ -82,6 +82,7 @@ def failures(tmp_path_factory):
         with hub_server.serving(folder / "hub") as server:
             variables = hub_server.environment(folder / "home", server.server_port)
             variables |= {"HOME": str(folder / "home"), "HF_TOKEN": hub_server.TOKEN}
+            variables |= {"TMPDIR": str(folder)}
             variables |= {"KERAS_BACKEND": backend, "XLA_FLAGS": quick()}
             program, file = ROOT / "tests/docs_client.py", folder / "failures.json"
             done = run_python(program, file, *pages, **variables)
