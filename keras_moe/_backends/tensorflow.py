@@ -73,7 +73,7 @@ def argmax(x: Any) -> Any:
     """
     import tensorflow as tf
 
-    return tf.argmax(x, axis=-1, output_type="int32")[..., None]
+    return tf.expand_dims(tf.argmax(x, axis=-1, output_type="int32"), -1)
 
 
 def replica_sum(x: Any) -> Any:

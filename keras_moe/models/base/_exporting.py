@@ -205,11 +205,11 @@ class Exportable(Mixin):
                 f"Expected a file for format={format!r}; received a folder: "
                 f"filepath={os.fspath(filepath)!r}"
             )
+        shapes = kwargs.get("dynamic_shapes")
+        signature = export_signature(self, format, input_signature, shapes)
         if format in ("torch", "litert") and Path(filepath).suffix != FILES[format]:
             expected = f"a file that ends with {FILES[format]} for {format=}"
             raise unfit(expected, filepath=os.fspath(filepath))
-        shapes = kwargs.get("dynamic_shapes")
-        signature = export_signature(self, format, input_signature, shapes)
         with _replacing(filepath, format) as path, _version_of_programs(format):
             if keras.backend.backend() == "torch" and format == "onnx":
                 # Keras's has a fixed batch size, and not the operations of routing.

@@ -375,7 +375,8 @@ class CausalLM(LabellessTask, HubCausalLM):
             )
         if max_length is not None:
             check_integer("max_length", max_length, maximum=self.backbone.max_length)
-        prompts, given = inputs, [inputs] if isinstance(inputs, str) else inputs
+        prompts = inputs
+        given: Any = [inputs] if isinstance(inputs, str) else inputs
         if not isinstance(inputs, dict):
             max_length = max_length or self.backbone.max_length
             tokenizer = self._tokenizer()

@@ -87,10 +87,11 @@ def most_probable(
     rows: np.ndarray, names: Sequence[str] | None, top: int
 ) -> list[list[ClassProbability]]:
     """The classes of largest probability in each row (B, C), by their names if any."""
+    names = names or [str(i) for i in range(rows.shape[1])]
     # Stable sort: on ties the lower index comes first.
     orders = np.argsort(-rows, axis=-1, kind="stable")[:, :top].tolist()
     return [
-        [ClassProbability(names[i] if names else str(i), float(x[i]), i) for i in order]
+        [ClassProbability(names[int(i)], float(x[i]), i) for i in order]
         for x, order in zip(rows, orders)
     ]
 
