@@ -546,7 +546,7 @@ def draw(results: dict, title: str, folder: Path) -> None:
         )
 
 
-def base_model(recipe: "Recipe") -> dict[str, str | None]:
+def base_model(recipe: "Recipe") -> dict[str, Any]:
     """The model that a run started from, and its licence; nothing if it was random."""
     from keras_moe.models.base.model_card import licence_of
 

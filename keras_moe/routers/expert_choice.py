@@ -79,9 +79,14 @@ class ExpertChoiceRouter(SparseRouter):
             filled_slots = self.group_capacity(real, training)
 
         def allocate(affinity, gates, mask, filled_slots):
-            options = {"normalize_gates": self.normalize_gates}
-            options["filled_slots"] = filled_slots
-            return expert_choice(affinity, gates, capacity, mask, **options)
+            return expert_choice(
+                affinity,
+                gates,
+                capacity,
+                mask,
+                normalize_gates=self.normalize_gates,
+                filled_slots=filled_slots,
+            )
 
         return vmap_groups(allocate, affinity, gates, mask, filled_slots)
 

@@ -223,7 +223,7 @@ def licence_of(preset: str) -> str | None:
 
     try:
         card = read_text(Path(get_file(preset, CARD)))
-        return huggingface_hub.ModelCard(card).data.license
+        return huggingface_hub.ModelCard(card).data.to_dict().get("license")
     except Exception:
         # No card, or one by hand, is no reason to lose a run.
         return None

@@ -185,7 +185,8 @@ class TextTokenizer:
         # In Gemma's vocabulary </s> is a tag of HTML.
         end = ids.get("<eos>", ids.get("</s>"))
         padding = ids.get("<pad>", 0)
-        return cls(tokenizer, max_length, start_id, end, padding, lower_case)
+        options = {"padding_id": padding, "lower_case": lower_case}
+        return cls(tokenizer, max_length, start_id, end, **options)
 
     @classmethod
     def gpt2(
