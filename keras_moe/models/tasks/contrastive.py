@@ -337,11 +337,16 @@ class ContrastiveModel(TakesPairs, LabellessTask):
 
         Example:
 
-        >>> from keras_moe import models
-        >>> model = models.from_preset("limoe_emoji")
-        >>> image = np.zeros((1, *model.backbone.image_shape), "float32")
-        >>> [[best]] = model.classify(image, ["a cat", "a dog"], top=1)
-        >>> best.name in ("a cat", "a dog")
+        >>> from keras_moe.models import ContrastiveModel, LIMoEBackbone, TextTokenizer
+        >>> names = ["a cat", "a dog"]
+        >>> backbone = LIMoEBackbone(
+        ...     image_shape=(8, 8, 3), patch_size=4, vocabulary_size=520, max_length=6,
+        ...     hidden_dim=8, num_layers=1, num_heads=2, mlp_dim=16, projection_dim=4,
+        ... )
+        >>> tokenizer = TextTokenizer.trained(names, 520, max_length=6)
+        >>> model = ContrastiveModel(backbone, tokenizer)
+        >>> [[best]] = model.classify(np.zeros((1, 8, 8, 3)), names, top=1)
+        >>> best.name in names
         True
         """
         top = check_integer("top", top)
