@@ -88,5 +88,8 @@ def test_a_folder_in_use_is_an_error_of_all(both, tmp_path):
     with locked(tmp_path / ".run.lock", "the run"):
         results = both(hold)
     assert all(isinstance(result, OSError) for result in results)
-    assert all(f"the run in {tmp_path}; rec" in str(result) for result in results)
+    assert all(
+        f"the run in {tmp_path} (--output takes another folder); rec" in str(result)
+        for result in results
+    )
     assert both(hold) == [[0, 1]] * 2

@@ -82,7 +82,7 @@ def test_everything_that_is_imported_is_declared():
         parents = ["keras_moe", *path.relative_to(ROOT / "keras_moe").parts[:-1]]
         for _, name in imported_modules(ast.parse(path.read_text()), parents):
             imported.setdefault(name.split(".")[0], path)
-    assert {"h5py", "ml_dtypes", "orbax", "markupsafe", "timm"} <= set(imported)
+    assert {"h5py", "ml_dtypes", "orbax", "markupsafe"} <= set(imported)
     declared = {_canonical(requirement.name) for requirement in _declared()}
     distributions = importlib.metadata.packages_distributions()
     # Parts of JAX and of PyTorch, and a service's client, for `--wandb` alone.

@@ -18,6 +18,7 @@ from keras_moe.cli._arguments import (
     Result,
     add_count,
     add_data,
+    add_length,
     add_output,
     add_overrides,
     add_preset,
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_overrides(
         parser, "--recipe-set", "settings of the recipe", "schedule.epochs=10"
     )
+    add_length(parser.add_argument_group("settings that recipes have, too"))
     add_count(parser, "--seeds", "The number of seeds of each model.", 3)
     parser.add_argument(
         "--rates",

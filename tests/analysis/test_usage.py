@@ -147,10 +147,10 @@ def test_records_of_a_shared_block_are_modalities():
     np.testing.assert_array_equal(block.tokens, totals)
     assert ((block.contributions > 0) == (block.tokens > 0)).all()
     for arguments, message in (
-        ((IDS, ["a", "b"]), r"records are by modality"),
-        ((None, None, "padding_mask"), r"a dict of names .*mask='padding_mask'"),
+        ({"groups": IDS, "group_names": ["a", "b"]}, r"records are by modality"),
+        ({"mask": "padding_mask"}, r"a dict of names .*mask='padding_mask'"),
     ):
-        refuses(message, expert_usage, model, PAIRS, *arguments, verbose=0)
+        refuses(message, expert_usage, model, PAIRS, **arguments, verbose=0)
     mask = {"text": "padding_mask"}
     usage = expert_usage(model, PAIRS, mask=mask, verbose=0)
     expected = [totals[0], served[1][IDS != 0].sum(axis=0)]

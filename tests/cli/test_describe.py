@@ -52,5 +52,5 @@ def test_a_part_of_the_list(tables_and_json):
     names = ["moepp_digits", "mumoe_digits", "vmoe_digits"]
     assert [row["name"] for row in rows] == names == [*models.list_presets("_digits")]
     assert not models.list_presets("_digits", trained=False)
-    trained = {*names, "limoe_emoji", "moepp_lm_python"}
+    trained = {*names, "limoe_emoji", "moepp_lm_python", "vmoe_fashion"}
     assert trained == {*models.list_presets(trained=True)}

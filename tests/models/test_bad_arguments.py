@@ -188,7 +188,7 @@ CALLS = [
     (lambda: small_tokenizer(vocabulary_size=514), "vocabulary_size=514"),
     (lambda: small_tokenizer()(["a cat", "a \ud800"]), r"surrogates; .*captions\[1\]"),
     (lambda: TextTokenizer.trained(["a b"], 600), "several letters"),
-    (lambda: ImagePreprocessor((8, 8, 3))("a.png"), "Expected images"),
+    (lambda: ImagePreprocessor((8, 8, 3))(None), "Expected images"),
     (lambda: ImagePreprocessor((8, 8, 3))(PIXELS), "Expected images"),
     # Models of pairs
     (lambda: clip().predict({"images": IMAGES, "token_ids": IDS}), "ding_mask alone"),

@@ -288,7 +288,7 @@ def test_remote_folders_are_read_by_orbax_and_not_locked(tmp_path, monkeypatch):
         path = checkpoints.step_folder(name, 3)
         assert os.fspath(path) == "gs://bucket/run/step-00000003"
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    with pytest.raises(ImportError, match=r"keras-moe\[orbax\]"):
+    with pytest.raises(ImportError, match=r"\[orbax\]"):
         training.find_checkpoint("gs://bucket/run")
     monkeypatch.chdir(tmp_path)
     with training.run_lock("gs://bucket/run"):
@@ -342,7 +342,7 @@ def test_a_second_training_is_refused_before_it_touches_the_first(tmp_path):
     with training.run_lock(folder):
         (folder / "step-00000001").mkdir()
         for resume in (True, False):
-            message = f"run in {folder}; received: process {os.getpid()} on host"
+            message = f"run in {folder} .*; received: process {os.getpid()} on host"
             with pytest.raises(FolderInUse, match=message):
                 training.train(RECIPE, checkpoint_dir=folder, resume=resume)
         assert (folder / "step-00000001").exists()
