@@ -7,8 +7,7 @@ A file `dataset.json` next to them describes the records. With labels:
       "features": {"image": "image/encoded", "label": "image/class/label"},
       "first_label": 0,                        the number of the first class
       "max_labels": 3,                         for several labels per example
-      "counts": {"train-00000-of-00001.tfrecord": 1000},
-      "parents": {"cat": ["animal"]}           see `LabelHierarchy`
+      "counts": {"train-00000-of-00001.tfrecord": 1000}
     }
 
 Only "classes" is needed. Without "counts" the records are counted. With captions:
@@ -60,7 +59,6 @@ _SCHEMA = {
     "max_labels": int,
     "max_length": int,
     "counts": {str: int},
-    "parents": {str: [str]},
 }
 
 
