@@ -36,9 +36,9 @@ from keras_moe.data._examples import (
     record_offsets,
 )
 from keras_moe.data._files import files_of_split, matching_files, read_json
+from keras_moe.data._labels import Classes
 from keras_moe.data._packages import tf
 from keras_moe.data._texts import record_texts
-from keras_moe.data.labels import Classes
 from keras_moe.data.reading import decode_image, read_or_name
 
 SIDECAR = "dataset.json"

@@ -24,10 +24,10 @@ from keras_moe.data._captions import (
     stored_captions,
 )
 from keras_moe.data._examples import Examples, IndexedExamples, Share, as_stored
+from keras_moe.data._labels import Classes, make_labels
 from keras_moe.data._packages import tf
 from keras_moe.data._pipeline import BatchSettings, batches, feature_batches, no_targets
 from keras_moe.data.augmentation import build_steps
-from keras_moe.data.labels import Classes, make_labels
 from keras_moe.data.selection import UNREADABLE, left_out, without_captions
 from keras_moe.data.sources import open_captioned, open_source
 
