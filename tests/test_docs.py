@@ -29,7 +29,7 @@ PAGES = {
 UNTESTED = {
     "coming_from.md": ["google-research/vmoe", "timm", "OpenCLIP"],
     "devices.md": ["the extra tpu-plan"],
-    "evaluation.md": ["the extra mteb", "the extra lm-eval"],
+    "evaluation.md": ["the extra lm-eval"],
     "keras.md": [
         "KERAS_BACKEND=torch, the extra onnx, and onnxruntime",
         "KERAS_BACKEND=torch",

@@ -105,7 +105,6 @@ def test_every_requirement_has_two_bounds():
 NOT_EVERYWHERE = {
     *("jax", "tensorflow", "torch", "flax", "keras_cv", "lm_eval", "onnx"),
     *("onnxruntime", "onnxscript", "open_clip", "orbax", "timm", "transformers"),
-    *("mteb", "datasets"),
 }
 
 

@@ -172,7 +172,6 @@ LOOKS = {
         ).to_dict(),
         "not chosen": lambda model: ablated(model, "block_1", [1], "choice"),
         "head": lambda model: ablated(model, "head", [0, 3]),
-        "attention": lambda model: analysis.attention_rollout(model, IMAGES),
         "logits": lambda model: outputs(
             analysis.edit_expert_logits(model, IMAGES, output=1)
         ),

@@ -1,7 +1,6 @@
 """Statistics, views and interventions of experts, and plots of them (`plots`)."""
 
 from keras_moe.analysis.ablation import ExpertAblation, ablate_experts
-from keras_moe.analysis.attention import attention_rollout
 from keras_moe.analysis.interventions import (
     CoverageCurve,
     coverage_curves,
@@ -45,7 +44,6 @@ __all__ = [
     "TokenTags",
     "TypeLoads",
     "ablate_experts",
-    "attention_rollout",
     "compute_map",
     "coverage_curves",
     "edit_expert_logits",

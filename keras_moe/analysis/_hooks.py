@@ -4,11 +4,10 @@ The layers of a model are shared with whatever else runs it, maybe in another th
 none of them changes. A view has a layer's weights and another `call`, and a walk over
 the model's graph calls the view.
 
-Axes: B batch, N tokens, M tokens attended to, G groups, S group_size, R rows, E
+Axes: B batch, N tokens, G groups, S group_size, R rows, E
 experts, L levels of muMoE experts.
 """
 
-import math
 from typing import Any
 
 import keras
@@ -64,31 +63,6 @@ def with_layers(layer: Layer, layers: dict[int, Layer]) -> Layer:
             if new is not part:
                 changed[name] = new
     return view(layer, **changed) if changed else layer
-
-
-def recording(attention: Layer, weights: list[Tensor]) -> Layer:
-    """Returns attention whose calls append float32 weights (B, N, M) to a list."""
-
-    def call(tokens, context=None, mask=None, **arguments):
-        # softmax(Q K^T / sqrt(key_dim)), the mean over heads.
-        query, key = attention.queries_and_keys(
-            tokens, tokens if context is None else context
-        )
-        query, key = (ops.cast(x, "float32") for x in (query, key))
-        shared = attention.num_key_value_heads
-        split = (-1, query.shape[1], shared, attention.num_heads // shared)
-        query = ops.reshape(query, (*split, attention.key_dim))
-        logits = ops.einsum("bnkgd,bmkd->bkgnm", query, key)
-        logits = logits / math.sqrt(attention.key_dim)
-        if mask is not None:
-            own = ops.reshape(mask, (-1, 1, *mask.shape[1:]))
-            own = own if len(own.shape) == 4 else ops.expand_dims(own, 1)
-            own = ops.expand_dims(ops.cast(own, "bool"), 1)
-            logits = ops.where(own, logits, -1e30)
-        weights.append(ops.mean(attention.weights_of(logits), axis=(1, 2)))
-        return attention.call(tokens, context, mask, **arguments)
-
-    return view(attention, call=call)
 
 
 def measuring(moe: Layer) -> Layer:

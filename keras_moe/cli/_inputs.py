@@ -40,7 +40,6 @@ class Examples(NamedTuple):
     split: str
     train_split: str
     data_dir: str | None
-    hierarchy: str | None
     max_labels: int | None
     excluded: dict[str, Any]  # by split
     options: dict[str, Any]
@@ -50,8 +49,7 @@ class Examples(NamedTuple):
 
         split = split or self.split
         classes = open_source(self.source, split, self.data_dir).classes
-        has_several = classes is not None and classes.max_labels is not None
-        return has_several or self.hierarchy is not None
+        return classes is not None and classes.max_labels is not None
 
     def images(self, split: str, image_shape: tuple, batch_size: int) -> Any:
         """The batches of a split in order: labels are integers, or 0-1 vectors."""
@@ -65,7 +63,6 @@ class Examples(NamedTuple):
             one_hot=several,
             data_dir=self.data_dir,
             multi_label=several,
-            hierarchy=self.hierarchy,
             max_labels=self.max_labels,
             exclude=self.excluded.get(split, ()),
             unreadable=self.options.get("unreadable", "raise"),
@@ -89,10 +86,6 @@ class Examples(NamedTuple):
         return list(keras_moe.data.load_texts(self.source, self.split, self.data_dir))
 
     def class_names(self) -> tuple[str, ...] | None:
-        if self.hierarchy is not None:
-            from keras_moe.data.labels import as_hierarchy
-
-            return tuple(as_hierarchy(self.hierarchy).classes)
         return keras_moe.data.class_names(self.source, self.data_dir)
 
     def num_classes(self) -> int:
@@ -170,7 +163,6 @@ def find_examples(
         split,
         getattr(args, "train_split", None) or recipe.get("train_split", "train"),
         args.data_dir,
-        getattr(args, "hierarchy", None) or recipe.get("hierarchy"),
         recipe.get("max_labels"),
         excluded,
         chosen,

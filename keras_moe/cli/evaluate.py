@@ -66,8 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Image-text models have retrieval and contrastive_accuracy on images with "
         "captions, zero_shot and few_shot on images with classes.",
     )
-    hierarchy = "The hierarchy of the labels, as in keras_moe.data.load."
-    parser.add_argument("--hierarchy", metavar="FILE.json", help=hierarchy)
     parser.add_argument(
         "--class-subset",
         choices=("imagenet_a", "imagenet_r"),
@@ -345,9 +343,6 @@ def pair_metrics(examples: Examples, args: argparse.Namespace) -> tuple[str, ...
             # Captions are the names of classes, each of many images.
             default = () if several else OF_CLASSES
             possible = ("contrastive_accuracy", *default)
-    if kind == "emoji" and examples.hierarchy is not None:
-        # An image then has several labels.
-        possible = default = OF_CAPTIONS
     return chosen_metrics(args, possible, default)
 
 

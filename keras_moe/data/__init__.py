@@ -4,7 +4,6 @@ from keras_moe._processes import process_shard
 from keras_moe.data.augmentation import RandAugment, RandomResizedCrop
 from keras_moe.data.digits import load_digits
 from keras_moe.data.emoji import EMOJI_CREDIT, EmojiPairs, load_emoji
-from keras_moe.data.labels import LabelHierarchy
 from keras_moe.data.loading import (
     LoadOptions,
     PairOptions,
@@ -27,7 +26,6 @@ from keras_moe.data.sources import class_names, credit, load_texts, num_classes
 __all__ = [
     "EMOJI_CREDIT",
     "EmojiPairs",
-    "LabelHierarchy",
     "LoadOptions",
     "PairOptions",
     "RandAugment",

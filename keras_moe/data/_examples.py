@@ -11,8 +11,8 @@ import numpy as np
 
 from keras_moe._files import open_regular
 from keras_moe._types import Structure, Tensor
+from keras_moe.data._labels import Classes
 from keras_moe.data._packages import tf
-from keras_moe.data.labels import Classes
 from keras_moe.data.reading import read_or_name, reading_errors, records_or_name
 
 # Number of encoded examples in the shuffle buffer of record files: a gigabyte of

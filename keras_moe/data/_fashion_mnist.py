@@ -13,7 +13,7 @@ from keras_moe._checks import check_one_of, unfit
 from keras_moe._files import read_bytes
 from keras_moe.data import _tfds
 from keras_moe.data._examples import Examples, in_memory
-from keras_moe.data.labels import Classes
+from keras_moe.data._labels import Classes
 
 CLASS_NAMES = (
     *("T-shirt/top", "trouser", "pullover", "dress", "coat"),

@@ -42,8 +42,8 @@ from keras_moe.data._files import (
     leads_outside,
     read_json,
 )
+from keras_moe.data._labels import Classes
 from keras_moe.data._packages import tf
-from keras_moe.data.labels import Classes
 from keras_moe.data.reading import decode_image, read_or_name
 
 LABELS = "labels.json"

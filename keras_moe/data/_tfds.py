@@ -14,9 +14,9 @@ from keras_moe._checks import unfit
 from keras_moe._files import regular_file
 from keras_moe.data._captions import CaptionOptions, captioned_records
 from keras_moe.data._examples import Examples, RecordExamples, RecordFile
+from keras_moe.data._labels import Classes
 from keras_moe.data._packages import tf, tfds
 from keras_moe.data._texts import record_texts
-from keras_moe.data.labels import Classes
 from keras_moe.data.reading import decode_image
 
 # Seconds to wait for a server. An answer takes one second.

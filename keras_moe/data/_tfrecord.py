@@ -7,8 +7,7 @@ A file `dataset.json` next to them describes the records. With labels:
       "features": {"image": "image/encoded", "label": "image/class/label"},
       "first_label": 0,                        the number of the first class
       "max_labels": 3,                         for several labels per example
-      "counts": {"train-00000-of-00001.tfrecord": 1000},
-      "parents": {"cat": ["animal"]}           see `LabelHierarchy`
+      "counts": {"train-00000-of-00001.tfrecord": 1000}
     }
 
 Only "classes" is needed. Without "counts" the records are counted. With captions:
@@ -37,9 +36,9 @@ from keras_moe.data._examples import (
     record_offsets,
 )
 from keras_moe.data._files import files_of_split, matching_files, read_json
+from keras_moe.data._labels import Classes
 from keras_moe.data._packages import tf
 from keras_moe.data._texts import record_texts
-from keras_moe.data.labels import Classes
 from keras_moe.data.reading import decode_image, read_or_name
 
 SIDECAR = "dataset.json"
@@ -60,7 +59,6 @@ _SCHEMA = {
     "max_labels": int,
     "max_length": int,
     "counts": {str: int},
-    "parents": {str: [str]},
 }
 
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from keras_moe._checks import check_image_shape, check_one_of
 from keras_moe.data._examples import IndexedExamples, in_memory
+from keras_moe.data._labels import Classes
 from keras_moe.data._packages import extra
-from keras_moe.data.labels import Classes
 
 CLASS_NAMES = tuple(map(str, range(10)))
 SPLITS = ("train", "test", "all")

@@ -17,7 +17,7 @@ from keras_moe.data._emoji_names import (
 from keras_moe.data._emoji_pictures import STYLES, pictures
 from keras_moe.data._examples import IndexedExamples, in_memory
 from keras_moe.data._files import SPLITS
-from keras_moe.data.labels import Classes
+from keras_moe.data._labels import Classes
 
 _OPENMOJI = (
     "OpenMoji, the open-source emoji and icon project (openmoji.org), CC BY-SA 4.0"

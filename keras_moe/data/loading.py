@@ -24,10 +24,10 @@ from keras_moe.data._captions import (
     stored_captions,
 )
 from keras_moe.data._examples import Examples, IndexedExamples, Share, as_stored
+from keras_moe.data._labels import Classes, make_labels
 from keras_moe.data._packages import tf
 from keras_moe.data._pipeline import BatchSettings, batches, feature_batches, no_targets
 from keras_moe.data.augmentation import build_steps
-from keras_moe.data.labels import Classes, make_labels
 from keras_moe.data.selection import UNREADABLE, left_out, without_captions
 from keras_moe.data.sources import open_captioned, open_source
 
@@ -74,9 +74,6 @@ class LoadOptions(_Options):
             Keras distribution, set `auto_shard_dataset=False`.
         multi_label: whether examples have several labels: class numbers, sorted and
             padded with -1, for `SparseSigmoidCrossentropy`, or vectors with `one_hot`.
-        hierarchy: a `LabelHierarchy`, its dict or its file, with `multi_label`. Adds
-            all ancestors to the labels, which are then class numbers of the hierarchy.
-            It must contain the source's classes by name.
         max_labels: labels after padding, with `multi_label`; default the known maximum.
         exclude: indices of examples to leave out, in the order of the source; or JSON
             files of `write_exclusion`.
@@ -93,7 +90,6 @@ class LoadOptions(_Options):
     """
 
     multi_label: bool = False
-    hierarchy: Any = None
     max_labels: int | None = None
 
     def __post_init__(self):
@@ -217,7 +213,7 @@ def load(
         drop_remainder: whether to drop an incomplete last batch.
         data_dir: folder of TensorFlow Datasets, or with Fashion-MNIST's files.
         **options: fields of `LoadOptions`: `repeat`, `start_batch`, `shard`,
-            `multi_label`, `hierarchy`, `max_labels`, `exclude`, `unreadable`.
+            `multi_label`, `max_labels`, `exclude`, `unreadable`.
 
     Returns:
         A `tf.data.Dataset` of (images, labels): float32 (batch, height, width,

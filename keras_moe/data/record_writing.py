@@ -4,7 +4,7 @@ import contextlib
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from keras_moe._files import new_file, write_json
 from keras_moe.data._captions import checked_captions
 from keras_moe.data._packages import tf
 from keras_moe.data._tfrecord import FEATURES, SIDECAR, read_settings
-from keras_moe.data.labels import LabelHierarchy
 
 # The part of `dataset.json` that describes the records of this module.
 _LABELLED = {name: FEATURES[name] for name in ("image", "label")}
@@ -31,7 +30,6 @@ def write_tfrecords(
     examples: Iterable[tuple[Any, Any]],
     classes: Sequence[str] | int,
     *,
-    parents: Mapping[str, Sequence[str]] | None = None,
     num_files: int = 1,
 ) -> None:
     """Writes images and labels as TFRecord files for `load("tfrecord:FOLDER", ...)`.
@@ -45,7 +43,6 @@ def write_tfrecords(
         examples: iterable of (image, label or list of labels): bytes of a JPEG or PNG
             file, or uint8 (height, width, 1 or 3); class numbers.
         classes: names of the classes, or their number.
-        parents: dict from a class to its parents; see `LabelHierarchy`.
         num_files: number of files, filled in turn.
 
     Example:
@@ -62,10 +59,6 @@ def write_tfrecords(
         "first_label": 0,
         "classes": classes if isinstance(classes, int) else list(classes),
     }
-    if parents is not None:
-        settings["parents"] = LabelHierarchy(settings["classes"], parents).to_dict()[
-            "parents"
-        ]
     before = read_settings(folder)
     if "max_labels" in before:
         settings["max_labels"] = before["max_labels"]
@@ -167,7 +160,7 @@ def _write_split(
         names = _TOKENIZED if "max_length" in before else _CAPTIONED
         names = _LABELLED if "classes" in before else names
         before = {**before, "features": {**names, **before.get("features", {})}}
-    for name in ("classes", "parents", "features"):
+    for name in ("classes", "features"):
         if before and before.get(name) != settings.get(name):
             expected = f"the {name} of {folder / SIDECAR}"
             raise unfit(expected, f"{name}={settings.get(name)!r:.100}")

@@ -16,7 +16,6 @@ from keras_moe.evaluation.image_text import (
     PairEmbeddings,
     encode_classes,
     encode_pairs,
-    mteb_model,
     zero_shot_from_model,
 )
 from keras_moe.evaluation.language import (
@@ -62,7 +61,6 @@ __all__ = [
     "linear_probe",
     "lm_eval_model",
     "mean_average_precision",
-    "mteb_model",
     "precision_at_1",
     "prompts",
     "read_class_names",

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from keras_moe._batches import read_iterable
-from keras_moe._checks import check_integer, import_extra, unfit
+from keras_moe._checks import check_integer, unfit
 from keras_moe._templates import Template
 from keras_moe.evaluation._features import to_numpy
 from keras_moe.evaluation.few_shot import extract_features
@@ -225,74 +225,6 @@ def encode_classes(
     names, templates = read_class_names(class_names), read_templates(templates)
     texts = model.encode_text(prompts(names, templates), batch_size=batch_size)
     return class_embeddings(np.reshape(texts, (len(names), len(templates), -1)))
-
-
-def mteb_model(model: Any, name: str = "keras_moe/model", batch_size: int = 32) -> Any:
-    """Wraps an image-text model for the image tasks of MTEB, which are MIEB.
-
-    Needs the extra `mteb`; its tasks download their data. An input with an image and a
-    text is the sum of both embeddings, and similarity is the cosine.
-
-    Args:
-        model: `keras_moe.models.ContrastiveModel` with a tokenizer and an
-            `image_preprocessor`, as published models have.
-        name: name of the model in the results, `"organization/model"`.
-        batch_size: number of images and texts embedded at a time.
-
-    Returns: An encoder with the protocol `mteb.models.EncoderProtocol`.
-
-    Reference: *MIEB: Massive Image Embedding Benchmark*.
-
-    Example:
-
-    ```python
-    model = models.from_preset("hf://openai/clip-vit-base-patch32")
-    tasks = mteb.get_tasks(tasks=["CIFAR10ZeroShot"])
-    mteb.evaluate(mteb_model(model), tasks)
-    ```
-    """
-    needs = ("Expected the package mteb", "mteb")
-    base = import_extra("mteb.models.abs_encoder", *needs).AbsEncoder
-    metadata = import_extra("mteb.models.model_meta", *needs)
-    batch_size = check_integer("batch_size", batch_size)
-    if not isinstance(name, str) or name.count("/") != 1:
-        raise ValueError(f"Expected name 'organization/model'; received: name={name!r}")
-    tokenizer: Any = getattr(model, "preprocessor", None)
-    pixels: Any = getattr(model, "image_preprocessor", None)
-    if tokenizer is None or pixels is None:
-        raise ValueError(
-            "Expected an image-text model with a tokenizer and an image_preprocessor; "
-            f"received: {type(model).__name__}, preprocessor={tokenizer!r}, "
-            f"image_preprocessor={pixels!r}"
-        )
-
-    class KerasMoEEncoder(base):
-        """Embeds images, texts, or pairs of them."""
-
-        mteb_model_meta = metadata.ModelMeta.create_empty(
-            {
-                "name": name,
-                "modalities": ["image", "text"],
-                "similarity_fn_name": metadata.ScoringFunction.COSINE,
-            }
-        )
-
-        def encode(self, inputs, **options):
-            images = _Encoder(model.encode_images, batch_size)
-            texts = _Encoder(model.encode_text, batch_size)
-            used = {}
-            for batch in inputs:
-                if "image" in batch:
-                    used["image"] = images
-                    images.add(pixels(list(batch["image"])))
-                if "text" in batch:
-                    used["text"] = texts
-                    texts.add(tokenizer(list(batch["text"])))
-            if not used:
-                raise ValueError("Expected images or texts; received: none")
-            return sum(encoder.embeddings() for encoder in used.values())
-
-    return KerasMoEEncoder()
 
 
 class _Encoder:

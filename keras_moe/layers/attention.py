@@ -259,7 +259,13 @@ class Attention(Layer):
         training: bool | None = None,
     ) -> Any:
         context = tokens if context is None else context
-        query, key = self.queries_and_keys(tokens, context, positions)
+        query = inner_call(self.query_dense, tokens)
+        key = inner_call(self.key_dense, context)
+        if self.query_key_norm is not None:
+            query = inner_call(self.query_norm, query)
+            key = inner_call(self.key_norm, key)
+        if self.positions is not None:
+            query, key = (self.positions(x, positions=positions) for x in (query, key))
         value = inner_call(self.value_dense, context)
         if cache is not None:
             key, value = (
@@ -277,19 +283,6 @@ class Attention(Layer):
         attended = self._attend(query, key, value, mask, by_pair, training)
         outputs = inner_call(self.output_dense, attended)
         return outputs if cache is None else (outputs, (key, value))
-
-    def queries_and_keys(
-        self, tokens: Tensor, context: Tensor, positions: Tensor | None = None
-    ) -> tuple[Any, Any]:
-        """Queries (B, N, heads, key_dim) and keys (B, M, ...), normed and rotated."""
-        query = inner_call(self.query_dense, tokens)
-        key = inner_call(self.key_dense, context)
-        if self.query_key_norm is not None:
-            query = inner_call(self.query_norm, query)
-            key = inner_call(self.key_norm, key)
-        if self.positions is not None:
-            query, key = (self.positions(x, positions=positions) for x in (query, key))
-        return query, key
 
     def _pairs(self, query, key, mask, start):
         """The pairs of tokens that attend, (B, N, M), (B, 1, M), (1, N, M) or None."""
@@ -334,13 +327,13 @@ class Attention(Layer):
         logits = ops.cast(ops.einsum("bnkgd,bmkd->bkgnm", query, key), "float32")
         if mask is not None:
             logits = ops.where(ops.expand_dims(mask, (1, 2)), logits, -1e30)
-        weights = ops.cast(self.weights_of(logits), value.dtype)
+        weights = ops.cast(self._weights_of(logits), value.dtype)
         weights = dropped_out(self.dropout_layer, weights, training)
         outputs = ops.einsum("bkgnm,bmkd->bnkgd", weights, value)
         outputs = ops.cast(outputs, self.compute_dtype)
         return ops.reshape(outputs, (-1, num_queries, self.num_heads, self.key_dim))
 
-    def weights_of(self, logits: Tensor) -> Tensor:
+    def _weights_of(self, logits: Tensor) -> Tensor:
         """The softmax of logits (B, heads of keys, queries of each, N, M)."""
         if not self.sinks:
             return ops.softmax(logits, axis=-1)

@@ -260,14 +260,6 @@ def pack(routing: TokenRouting, kept: int) -> dict:
     return {"entries": text, "largest": round(largest, 6)}
 
 
-def pack_shares(shares: np.ndarray) -> dict:
-    """Packs a map of one example as JSON, in 8 bits."""
-    largest = max(float(shares.max()), 1e-9)
-    parts = np.rint(shares / largest * 255).astype("u1")
-    text = base64.b64encode(parts.tobytes()).decode("ascii")
-    return {"shares": text, "largest": round(largest, 6)}
-
-
 def json_script(name: str, data: object) -> Markup:
     """Data for the page's script, escaped so that no text can end the element."""
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

@@ -122,24 +122,6 @@
     });
   }
 
-  // The bytes of `pack_shares` in _markup.py.
-  function drawAttention(example) {
-    const figure = part("attention");
-    figure.toggleAttribute("hidden", !example.attention);
-    if (!example.attention) return;
-    const { shares, largest } = example.attention;
-    const parts = Array.from(atob(shares), (c) => c.charCodeAt(0) / 255);
-    const [map, caption] = figure.children;
-    drawMap(map, [], parts.length, (box, index) => {
-      box.style.fillOpacity = parts[index];
-    });
-    const times = (largest * parts.length).toFixed(1);
-    caption.textContent =
-      "Attention rollout of all layers, not a cause of the output: the strongest grey " +
-      "is a share of " + largest.toFixed(3) + ", " + times + " times the mean.";
-    map.setAttribute("aria-label", caption.textContent);
-  }
-
   function drawWords(tokens, words, expert, largest, chosen) {
     part("words").replaceChildren(
       ...tokens.flatMap((entries, index) => {
@@ -194,7 +176,6 @@
     const values = tokens.map((entries) => shown(entries, expert).value);
     const largest = Math.max(...values, 1e-9);
     if (parts.image) drawPatches(parts.image, example, expert, largest, chosen);
-    drawAttention(example);
     if (parts.text) drawWords(parts.text, example.words, expert, largest, chosen);
     const said = sentence(parts, layer, expert, largest, chosen) + ".";
     part("says").textContent = said;

@@ -200,23 +200,15 @@ def set_class_names(model: Any, names: tuple[str, ...] | None) -> None:
 class LabelledImages(Objective):
     """Base class of objectives on images with classes."""
 
-    def own_classes(self) -> tuple[str, ...] | None:
-        """Returns the class names if the settings determine them, or None."""
-        return None
-
     def label_options(self, config: ImageData) -> dict[str, Any]:
         """Returns the arguments of `keras_moe.data.load` that make the labels."""
         raise NotImplementedError
 
     def num_classes(self, config, data_dir=None):
-        names = self.own_classes()
-        if names is not None:
-            return len(names)
         return data.num_classes(config.source, data_dir)
 
     def class_names(self, config, data_dir=None):
-        names = self.own_classes()
-        return data.class_names(config.source, data_dir) if names is None else names
+        return data.class_names(config.source, data_dir)
 
     def model_arguments(self, num_classes):
         return {"num_classes": num_classes}
@@ -337,7 +329,6 @@ class MultiLabel(LabelledImages):
     mixes them.
 
     Args:
-        hierarchy: path of a `keras_moe.data.LabelHierarchy` file, or None.
         max_labels: see `keras_moe.data.load`.
 
     Example:
@@ -349,23 +340,16 @@ class MultiLabel(LabelledImages):
 
     monitor = Monitor("val_precision_at_1")
 
-    hierarchy: str | None = None
     max_labels: int | None = None
 
     def __post_init__(self):
         super().__post_init__()
         check_integer("max_labels", self.max_labels, optional=True)
 
-    def own_classes(self):
-        if self.hierarchy is None:
-            return None
-        return tuple(data.LabelHierarchy.load(self.hierarchy).classes)
-
     def label_options(self, config):
         return {
             "one_hot": config.mixes_labels,
             "multi_label": True,
-            "hierarchy": self.hierarchy,
             "max_labels": self.max_labels,
         }
 

@@ -5,12 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from keras_moe import models
 from keras_moe.analysis import (
     BlockUsage,
     ExpertUsage,
     ablate_experts,
-    attention_rollout,
     compute_map,
     edit_expert_logits,
     exclude_experts,
@@ -30,7 +28,6 @@ from keras_moe.layers import MuMoE
 from keras_moe.ops import ExpertTypes, Routing
 from keras_moe.routers import TokenChoiceRouter
 from tests import small_models
-from tests.pair_models import TEXT
 from tests.refusals import check_refused
 from tests.small_models import ONE_BLOCK, images, with_weights
 
@@ -72,7 +69,6 @@ def own():
         head=with_weights(classifier(MuMoE(3, 4, rank=5), **router)),
         pruned=prune_experts(plain, kept, "router_pred_skip"),
         excluded=exclude_experts(plain, [1]),
-        texts=models.TextBackbone(**TEXT),
     )
 
 
@@ -126,9 +122,6 @@ def of_arrays(function, *arguments, **others):
     (lambda own: usage(own.plain, modality="audio"), "modality='audio'"),
     (lambda own: usage(own.broken), "NaN"),
     (lambda own: usage(own.soft), "SoftRouter"),
-    # Attention
-    (lambda own: attention_rollout(own.texts, IMAGES), "received: TextBackbone"),
-    (lambda own: attention_rollout(own.plain, IMAGES[..., 0]), r"batch, 16, 8, 2"),
     # Selections
     (of_arrays(expert_scores, NAN), "NaN or Inf in block_1"),
     (of_arrays(select), "count=None, coverage=None"),

@@ -13,7 +13,6 @@ tf = pytest.importorskip("tensorflow")
 
 
 CLASSES = ["animal", "bee", "cat", "rock"]
-PARENTS = {"bee": ["animal"], "cat": ["animal"]}
 # The labels of example n.
 SEVERAL = [[1], [2, 3], [], [3], [1, 2], [3, 1], [2]]
 
@@ -166,19 +165,14 @@ def test_a_record_without_an_image_is_named(tmp_path):
 
 
 def test_several_labels(tmp_path):
-    source = write(tmp_path, 7, 1, lambda index: SEVERAL[index], parents=PARENTS)
+    source = write(tmp_path, 7, 1, lambda index: SEVERAL[index])
     refuses("Expected multi_label=True", read, source)
     ((_, sparse),) = read(source, multi_label=True)
     assert sparse == [[*sorted(labels), -1, -1][:2] for labels in SEVERAL]
     ((_, sparse),) = read(source, multi_label=True, max_labels=4)
     assert sparse[1] == [2, 3, -1, -1]
-    closed = [[0, 1], [0, 2, 3], [], [3], [0, 1, 2], [0, 1, 3], [0, 2]]
-    hierarchy = data.LabelHierarchy(CLASSES, PARENTS)
-    for arguments in (hierarchy, tmp_path / "dataset.json"):
-        ((_, sparse),) = read(source, multi_label=True, hierarchy=arguments)
-        assert sparse == [[*labels, *[-1] * 4][:4] for labels in closed]
-    ((_, dense),) = read(source, multi_label=True, hierarchy=hierarchy, one_hot=True)
-    assert [np.flatnonzero(row).tolist() for row in dense] == closed
+    ((_, dense),) = read(source, multi_label=True, one_hot=True)
+    assert [np.flatnonzero(row).tolist() for row in dense] == [*map(sorted, SEVERAL)]
     with pytest.raises(tf.errors.InvalidArgumentError, match="most max_labels=1"):
         read(source, multi_label=True, max_labels=1)
     # Mixing needs vectors, and makes them.
@@ -203,11 +197,8 @@ def test_folders_with_several_labels(tmp_path):
     assert labels == [
         [*sorted(label - 1 for label in labels), -1, -1][:2] for labels in SEVERAL
     ]
-    hierarchy = data.LabelHierarchy(CLASSES, PARENTS)
-    ((_, labels),) = read(source, "test", multi_label=True, hierarchy=hierarchy)
-    assert labels == [[0, 1, -1, -1], [0, 2, 3, -1]]
-    unknown = data.LabelHierarchy(["bee", "cat"], {})
-    refuses(r"without \['rock'\]", read, source, multi_label=True, hierarchy=unknown)
+    ((_, labels),) = read(source, "test", multi_label=True)
+    assert labels == [[0, -1], [1, 2]]
     (tmp_path / "test" / "labels.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"test/labels\.json"):
         read(source, multi_label=True)

@@ -10,7 +10,6 @@ from keras_moe.evaluation import (
     encode_pairs,
     extract_features,
     few_shot,
-    mteb_model,
     retrieval,
     zero_shot,
     zero_shot_from_model,
@@ -159,71 +158,3 @@ def test_a_model_with_capacity_16_dropless_or_pruned():
     pool = extract_features(model.encode_images, pool, verbose=0)
     expected = few_shot(*pool, *pool, (1,), seeds=(0,))
     assert actual == {"1_shot": pytest.approx(expected.mean[0])}
-
-
-# MIEB
-
-
-def photos(count):
-    """Pillow images of different sizes, and of a mode without colours."""
-    image = pytest.importorskip("PIL.Image")
-    pixels = DRAW.integers(0, 256, (count, 20, 24, 3)).astype("uint8")
-    made = [image.fromarray(x) for x in pixels]
-    return [made[0].resize((9, 30)).convert("L"), *made[1:]]
-
-
-@pytest.mark.usefixtures("op_by_op")
-def test_mteb_asks_for_images_texts_and_both():
-    pytest.importorskip("mteb")
-    model = make()
-    refuses("image_preprocessor=None", mteb_model, model)
-    model.image_preprocessor = models.ImagePreprocessor((8, 8, 3))
-    refuses("name='mine'", mteb_model, model, "mine")
-    encoder = mteb_model(model, "me/mine", batch_size=4)
-    rows = photos(5)
-    images = [{"image": rows[:3]}, {"image": rows[3:]}]
-    texts = [{"text": ["red", "dark blue", "green"]}, {"text": ["light", "red"]}]
-    expected = model.encode_images(model.image_preprocessor(rows))
-    np.testing.assert_allclose(encoder.encode(images), expected, atol=1e-6)
-    words = [word for batch in texts for word in batch["text"]]
-    of_texts = model.encode_text(words)
-    np.testing.assert_allclose(encoder.encode(texts), of_texts, atol=1e-6)
-    both = [{**one, **other} for one, other in zip(images, texts)]
-    np.testing.assert_allclose(encoder.encode(both), expected + of_texts, atol=1e-6)
-    refuses("received: none", encoder.encode, [{"audio": [1]}])
-    assert encoder.mteb_model_meta.name == "me/mine"
-
-
-@pytest.mark.usefixtures("op_by_op")
-# scikit-learn of classes that are not predicted.
-@pytest.mark.filterwarnings("ignore:.* is ill-defined and being set to 0.0")
-def test_mteb_runs_a_task():
-    mteb = pytest.importorskip("mteb")
-    datasets = pytest.importorskip("datasets")
-    kinds = pytest.importorskip("mteb.abstasks")
-    model = make()
-    model.image_preprocessor = models.ImagePreprocessor((8, 8, 3))
-    rows, labels = photos(12), DRAW.integers(5, size=12).tolist()
-
-    class Own(kinds.AbsTaskZeroShotClassification):
-        metadata = mteb.get_task("CIFAR10ZeroShot").metadata.model_copy(
-            update={"name": "Own"}
-        )
-
-        def load_data(self, **options):
-            table = {"image": rows, "label": labels}
-            features = datasets.Features(
-                {"image": datasets.Image(), "label": datasets.Value("int64")}
-            )
-            made = datasets.Dataset.from_dict(table, features=features)
-            self.dataset = datasets.DatasetDict({"test": made})
-            self.data_loaded = True
-
-        def get_candidate_labels(self):
-            return WORDS
-
-    encoder = mteb_model(model, batch_size=5)
-    results = mteb.evaluate(encoder, Own(), cache=None, show_progress_bar=False)
-    pixels = model.image_preprocessor(rows)
-    own = zero_shot_from_model(model, pixels, labels, WORDS, ["{}"])
-    assert results[0].scores["test"][0]["accuracy"] == pytest.approx(own.accuracy[0])

@@ -7,13 +7,10 @@ import re
 import numpy as np
 import pytest
 
-from keras_moe.analysis import attention_rollout
 from keras_moe.report import _markup
-from keras_moe.report.model import reported_model
 from keras_moe.report.section import Options, Reservoir
 from keras_moe.report.sections._explorer import DATA_BUDGET, Explorer
 from tests.report_records import batch, block, record, reported
-from tests.small_models import images, small_classifier
 
 HOSTILE = ["</script>", "<img onerror=alert(1)>", "$x^2$"]
 
@@ -120,28 +117,6 @@ def test_one_example_of_images():
     packed = data["examples"][0]["layers"][0]["image"]
     assert [row[0][:2] for row in unpack(packed, 3)] == [(0, True), (1, True)]
     assert data["layers"][0]["experts"] == ["0", "1", "2"]
-    # There is no model, and so no attention.
-    assert data["examples"][0]["attention"] is None
-    assert "rollout" not in text + section.intro
-
-
-def test_attention_is_shown_beside_the_experts():
-    model, pixels = small_classifier(), images(2, 16, 8, 3)
-    gates = np.random.default_rng(0).dirichlet(np.ones(4), (2, 9))
-
-    section = Explorer(reported_model(model), Options())
-    section.update(batch({"block_1": record(gates)}, images=pixels))
-    content = section.finish()
-    text, examples = markup(content), content.data["examples"]
-    expected = attention_rollout(model, pixels).reshape(2, 8)
-    np.testing.assert_allclose([x["attention"] for x in examples], expected, rtol=1e-5)
-    assert "not what causes its output" in section.intro
-    for example, shares in zip(data_of(content)["examples"], expected):
-        packed = example["attention"]
-        parts = np.frombuffer(base64.b64decode(packed["shares"]), "u1") / 255
-        np.testing.assert_allclose(parts * packed["largest"], shares, atol=1e-3)
-        title = f"attention rollout: up to {8 * shares.max():.1f} times the mean"
-        assert f"<figcaption>{title}</figcaption>" in text
 
 
 def test_captions_without_images():

@@ -131,7 +131,7 @@ OTHERS = [
     ("recipe", {"augment": [len]}, "augment="),
     ("recipe", {"monitor": "val_loss"}, "monitor='val_loss', monitor_mode=None"),
     ("pairs", {"data.source": {"emoji": 0}}, r"source\['emoji'\]=0"),
-    ("recipe", {"objective": {"hierarchy": "a.json"}}, "hierarchy='a.json' .known"),
+    ("recipe", {"objective": {"max_labels": 3}}, "max_labels=3 .known"),
     ("load", {"schedule.epoch": 1}, "epoch=1 .nearest: epochs"),
     ("load", {"data.captions": "first"}, "received: captions='first'"),
     ("replace", {"data": "digits"}, "as data.batch_size; received: data='digits'"),

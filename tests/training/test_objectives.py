@@ -82,18 +82,6 @@ def test_an_objective_from_outside_trains(tmp_path):
     refuses("The first NaN or Inf was in the loss", training.train, mine, verbose=0)
 
 
-def test_a_hierarchy_determines_the_classes(tmp_path):
-    path = tmp_path / "classes.json"
-    path.write_text('{"classes": ["plant", "tree"], "parents": {"tree": ["plant"]}}')
-    config = recipe().data
-    several = training.MultiLabel(hierarchy=str(path))
-    assert several.num_classes(config) == 2
-    assert several.class_names(config) == ("plant", "tree")
-    for objective in (training.MultiLabel(), training.Classification()):
-        assert objective.num_classes(config) == 10
-        assert objective.class_names(config)[:2] == ("0", "1")
-
-
 def test_a_metric_to_monitor_replaces_the_objectives():
     several = recipe().replace(
         objective={"name": "multi_label"}, schedule={"patience": 1, "best": None}

@@ -5,7 +5,6 @@ from typing import NamedTuple
 import numpy as np
 from markupsafe import Markup, escape
 
-from keras_moe.analysis.attention import attention_rollout, has_attention
 from keras_moe.analysis.routing import of_patches
 from keras_moe.report import _markup
 from keras_moe.report.model import IMAGE, TEXT, ReportedModel, shortened
@@ -25,12 +24,6 @@ _ENTRIES = DATA_BUDGET * 3 // 16
 _LAYERS, _EXPERTS = 12, 8
 # Number of static maps; the chooser shows the rest.
 _MAPS = 36
-# What the map of attention is, and is not.
-_ATTENTION = (
-    " The attention rollout is each patch's share in the image's embedding if only "
-    "attention and residuals counted: it shows where the model looks, not what causes "
-    "its output."
-)
 # Largest image side in pixels, and bytes per image file and in total.
 _SIDE, _BYTES, _ALL_BYTES = 128, 16_000, 240_000
 
@@ -76,9 +69,6 @@ class Explorer(Section):
         for key, block in self._blocks.items():
             self._layers.setdefault(block.block, {})[block.modality] = key
         self._reservoir = Reservoir.of_options(options)
-        self._attends = model.grid is not None and has_attention(model.keras_model)
-        if self._attends:
-            self.intro += _ATTENTION
 
     def update(self, batch):
         self._reservoir.offer(
@@ -89,10 +79,8 @@ class Explorer(Section):
     def finish(self):
         examples, kept = _within_budget(self._reservoir.kept, self._blocks)
         names = {number: self._name(number, x) for number, x in examples.items()}
-        attention = self._attention(examples)
-        data = self._data(examples, names, kept, attention)
-        data = _markup.json_script("explorer-data", data)
-        maps, shown = self._maps(examples, names, attention)
+        data = _markup.json_script("explorer-data", self._data(examples, names, kept))
+        maps, shown = self._maps(examples, names)
         text = (
             f"{len(examples)} of {self._reservoir.seen:,} examples, the first {shown} "
             "of them as maps; the chooser, which needs JavaScript, has all."
@@ -102,16 +90,7 @@ class Explorer(Section):
             Html(maps),
             text,
         ]
-        return SectionContent(body, {"examples": _routing_data(examples, attention)})
-
-    def _attention(self, examples):
-        """The attention rollout (N,) of each example with an image, if it is finite."""
-        numbers = [n for n, x in examples.items() if x.image is not None]
-        if not self._attends or not numbers:
-            return {}
-        images = np.stack([examples[number].image for number in numbers])
-        maps = attention_rollout(self.model.keras_model, images)
-        return {n: x.ravel() for n, x in zip(numbers, maps) if np.isfinite(x).all()}
+        return SectionContent(body, {"examples": _routing_data(examples)})
 
     def _name(self, number, example):
         parts = [f"Example {number}"]
@@ -134,7 +113,7 @@ class Explorer(Section):
         cell = _markup.CELL
         return _markup.parts().pictures(images, cell * columns, cell * rows)
 
-    def _data(self, examples, names, kept, attention):
+    def _data(self, examples, names, kept):
         """The script's data."""
         layers = []
         for name, keys in self._layers.items():
@@ -153,11 +132,6 @@ class Explorer(Section):
                     "name": names[number],
                     "image": example.picture(number),
                     "words": example.words or [],
-                    "attention": (
-                        _markup.pack_shares(attention[number])
-                        if number in attention
-                        else None
-                    ),
                     "layers": [
                         {
                             modality: _markup.pack(example.routing[key], kept[key])
@@ -170,7 +144,7 @@ class Explorer(Section):
             ],
         }
 
-    def _maps(self, examples, names, attention):
+    def _maps(self, examples, names):
         """The maps of the first examples, and their number."""
         blocks = self._blocks.values()
         colours, drawn, shown, count = Markup(""), Markup(""), 0, 0
@@ -180,9 +154,7 @@ class Explorer(Section):
                 [longest.expert_name(e) for e in range(longest.num_experts)]
             )
         for number, example in examples.items():
-            markup = self._example_maps(
-                number, example, names[number], attention.get(number)
-            )
+            markup = self._example_maps(number, example, names[number])
             count += markup.count("<svg ")
             if shown and (count > _MAPS or len(drawn + markup) > MAPS_BUDGET):
                 break
@@ -190,17 +162,12 @@ class Explorer(Section):
         maps = colours + Markup('<div class="examples">{}</div>').format(drawn)
         return maps, shown
 
-    def _example_maps(self, number, example, name, attention):
+    def _example_maps(self, number, example, name):
         image, grid = example.picture(number), self.model.grid or (1, 1)
         rows, chips = Markup(""), Markup("")
         if example.image is not None:
             whole = (grid, _markup.CELL, image, "the image", "The image")
             rows += _markup.parts().map(*whole)
-        if attention is not None:
-            times = f"{attention.max() / attention.mean():.1f}"
-            title = f"attention rollout: up to {times} times the mean"
-            heat = _markup.heat_map(attention, grid, None, title)
-            rows += Markup('<div class="attention">{}</div>').format(heat)
         layers = list(self._layers.items())
         chosen = evenly_spaced(layers, _LAYERS)
         for layer, keys in chosen:
@@ -219,15 +186,13 @@ class Explorer(Section):
         return _markup.parts().example(name, example.caption, rows, chips)
 
 
-def _routing_data(examples, attention):
+def _routing_data(examples):
     """The examples for report.json."""
     data = []
     for number, example in examples.items():
         fields = example._asdict()
         experts = {k: x.heaviest().tolist() for k, x in fields.pop("routing").items()}
         fields.pop("image")
-        if number in attention:
-            fields["attention"] = attention[number].tolist()
         data.append({"number": number, **fields, "experts": experts})
     return data
 
