@@ -290,8 +290,8 @@ print(f"standard error of one accuracy by {len(test_labels)} images: {noise:.1%}
 # - **Begin with two experts per token in all blocks** if you can pay for them, and
 #   not with one in every other block: the share of the FLOPs that experts do should be
 #   large. `keras-moe describe` prints it.
-# - **Try the cheap control, too**: train a wider dense model. On digits neither wins; on
-#   Fashion-MNIST experts win where it does not.
+# - **Try the cheap control, too**: train a wider dense model. On digits neither wins,
+#   and on Fashion-MNIST experts win where it does not.
 #
 # ## What to do next
 #

@@ -331,7 +331,7 @@ def new_partial(target: str | os.PathLike) -> Path:
     return partial
 
 
-def _remove_partials(target: str | os.PathLike) -> None:
+def remove_partials(target: str | os.PathLike) -> None:
     """Deletes `new_partial` folders left by killed processes."""
     target = Path(target)
     # `new_partial` draws eight hexadecimal digits.
@@ -356,7 +356,7 @@ def staged_folder(
     with locked(lock, f"the {kind} {folder}", _PATIENCE):
         recover_folder(target)
         check_replaceable(target, kind, is_kind)
-        _remove_partials(target)
+        remove_partials(target)
         staging = new_partial(target)
         try:
             if target.is_dir():

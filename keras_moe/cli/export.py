@@ -63,7 +63,7 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
         raise unfit(expected, str(args.output))
     if format in PROGRAMS:
         # Before a large model is loaded.
-        check_writer(PROGRAMS[format])
+        check_writer(PROGRAMS[format], {x: name for name, x in PROGRAMS.items()})
     elif args.batch_size is not None:
         raise unfit("--batch-size for a program", f"--format {format}")
     model = find_model(args).load()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 keras-moe predict runs/flowers photo.jpg
 keras-moe predict runs/flowers photos --top 1 --csv photos.csv
-keras-moe predict clip_emoji cat.png --labels "a cat" "a dog" --json"""
+keras-moe predict limoe_emoji cat.png --labels "a cat" "a dog" --json"""
 # Files of a folder that a warning names.
 NAMED = 5
 
@@ -72,6 +72,9 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
     from keras_moe._files import write_text
 
     photos, chosen = photos_in(args.photos), find_model(args)
+    if args.csv not in (None, STDOUT):
+        # Before the work.
+        Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
     check_labels(chosen, args)
     model = chosen.load()
     if not hasattr(model, "classify"):

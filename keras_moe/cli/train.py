@@ -180,7 +180,9 @@ def run(args: argparse.Namespace, console: "Console") -> Result | None:
         rows["report"] = report.page
     if trained.score + 1e-6 < (trained.linear_probe or 0):
         rows["below the probe"] = advice(trained.history, results["metric"])
-    for method, example in (("classify", "photo"), ("generate", '"Once upon a time"')):
+    labels = ', ["a cat", "a dog"]' if hasattr(trained.model, "similarity") else ""
+    examples = {"classify": f"photo{labels}", "generate": '"Once upon a time"'}
+    for method, example in examples.items():
         if hasattr(trained.model, method):
             preset = json.dumps(str(folder / "preset"))
             rows["use it"] = f"from_preset({preset}).{method}({example})"
@@ -272,6 +274,8 @@ def fit(
     """Trains on the devices that are asked for; also returns the test batches."""
     import keras
 
+    from keras_moe.models.loading.blueprint import costs_of
+
     process, num_processes = keras_moe.data.process_shard()
     checkpoints = folder / "checkpoints"
     test = []
@@ -282,7 +286,8 @@ def fit(
             for line in first_lines(recipe, model, args.data_dir):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
             console.print(settings_table(recipe))
-            model.describe().print_routing(console, recipe.data.batch_size)
+            if (costs := costs_of(model)) is not None:
+                costs.print_routing(console, recipe.data.batch_size)
         test.append(datasets.test)
         return evaluations(args, recipe, folder, model, datasets)
 
@@ -512,11 +517,14 @@ def results_of(recipe: "Recipe", trained: "Training", folder: Path) -> dict:
     checkpoint = keras_moe.training.find_checkpoint(folder / "checkpoints")
     state = {} if checkpoint is None else checkpoint.state["callbacks"]
     evaluated = (state.get(f"PeriodicEvaluation {number}", {}) for number in (1, 2))
+    from keras_moe.models.loading.blueprint import costs_of
+
+    costs = costs_of(trained.model)
     return {
         "recipe": recipe.to_dict(),
         **backend_and_versions(),
         "parameters": trained.model.count_params(),
-        "costs": trained.model.describe().to_dict(),
+        "costs": costs and costs.to_dict(),
         "metric": recipe.objective.monitor.metric,
         "score": trained.score,
         "linear_probe": trained.linear_probe,

@@ -168,7 +168,7 @@ def extract_features(
     Args:
         model: `keras.Model` or callable, from images to features (batch, ...).
         data: arrays (images, labels), or an iterable of such batches, which is read
-            once. Labels are classes (N,), or for segmentation masks of one size.
+            once.
         batch_size: images per batch of arrays.
         verbose: 0 for nothing, 1 or `"auto"` for a progress bar, 2 for one line at its
             end.

@@ -176,10 +176,14 @@ def _check_range(images, preprocessor):
 
 
 class Drawn(NamedTuple):
-    """Which of `total` examples to read: those of sorted `numbers`; None for all."""
+    """Which of `total` examples to read: those of sorted `numbers`; None for all.
+
+    The data may have more examples if the pass over them was `cut` short.
+    """
 
     numbers: np.ndarray | None
     total: int
+    cut: bool = False
 
 
 def draw_examples(
@@ -195,16 +199,17 @@ def draw_examples(
         # It never ends.
         return None
     most = None if length is not None else max(_MOST_SEEN, number)
-    labels, total = [], 0
+    labels, total, cut = [], 0, False
     for examples in _all_examples(data, model, _AT_ONCE):
         own = examples.labels
         labels.append(np.full(examples.size, -1) if own is None else own)
         total += examples.size
         if most is not None and total >= most:
+            cut = True
             break
     if total <= number:
         return Drawn(None, total)
-    return Drawn(stratified(np.concatenate(labels), number, seed), total)
+    return Drawn(stratified(np.concatenate(labels), number, seed), total, cut)
 
 
 def routed_batches(

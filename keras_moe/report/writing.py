@@ -103,8 +103,8 @@ def write_report(
         class_names: names of the labels' classes; None for the preprocessor's.
         batch_size: examples per batch; may change to keep training groups whole.
         max_examples: number of examples to report on; None for all. They are drawn by
-            the options' seed, of all classes alike, which reads the data twice. Of
-            iterators and endless data, they are the first ones.
+            the options' seed, of all classes alike, which reads the data twice, in
+            the same order. Of iterators and endless data, they are the first ones.
         sections: in reading order; None for `keras_moe.report.sections.SECTIONS`. Those
             that do not fit the model are left out.
         options: options of the sections; None for `Options()`.
@@ -156,7 +156,7 @@ def write_report(
     experts = sorted({block.num_experts for block in reported.blocks.values()})
     part, read = "", f"{count:,}"
     if drawn is not None and drawn.numbers is not None:
-        part = f"{count:,} of {drawn.total:,}"
+        part = f"{count:,} of {'the first ' * drawn.cut}{drawn.total:,}"
         read = f"{part}, drawn with seed {options.seed}"
     elif drawn is None and count == max_examples:
         part = read = f"the first {count:,}"

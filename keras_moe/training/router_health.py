@@ -4,7 +4,6 @@ Axes: B batch, N tokens, E experts.
 """
 
 import collections
-import contextlib
 import csv
 import io
 import os
@@ -37,6 +36,7 @@ from keras_moe.analysis.usage import (
     routed_tokens,
 )
 from keras_moe.models import Description
+from keras_moe.models.loading.blueprint import costs_of
 from keras_moe.training.callbacks import (
     EventFile,
     PeriodicCallback,
@@ -71,8 +71,8 @@ class RouterHealth(PeriodicCallback):
     biases; for muMoE, non-zero coefficients count as assignments. Dead experts have a
     share below 0.01 / E. The logs and the history get the worst layer's
     `router/entropy`, `router/dead` and `router/dropped`, and `router/max_gate` averaged
-    over layers. Rows also have K, and the tokens per expert if a step has as many
-    images.
+    over layers. Rows also have K, and the tokens per expert of these images (not
+    where modalities share a layer).
 
     `costs` is the model's `describe()`, or None if it has none: the routed share of the
     FLOPs, with `costs.findings()` on what would change it.
@@ -145,19 +145,17 @@ class RouterHealth(PeriodicCallback):
 
     def set_model(self, model):
         super().set_model(model)
-        self.costs = None
-        # Custom model families may have no costs.
-        with contextlib.suppress(AttributeError, NotImplementedError, ValueError):
-            self.costs = model.describe()
+        self.costs = costs_of(model)
 
     def measure(self):
         probe = self.probe(lambda: _RoutingProbe(self.model, self.training))
         self._rows = rows = probe.rows(self.images)
         parts = {} if self.costs is None else {x.name: x for x in self.costs.parts}
         for row in rows:
-            # Modalities may share a layer.
-            part = parts.get(row["layer"]) or parts.get(row["layer"].split("/")[-1])
-            tokens = part and part.tokens_per_expert
+            own = parts.get(row["layer"])
+            # Modalities may share a layer, whose tokens are then those of both.
+            part = own or parts.get(row["layer"].split("/")[-1])
+            tokens = own and own.tokens_per_expert
             row["selected_experts"] = part and part.selected_experts
             row["tokens_per_expert"] = tokens and tokens * array_length(self.images)
         dropped = [(row["dropped_choices"], row["dropped_tokens"]) for row in rows]

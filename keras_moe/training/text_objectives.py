@@ -22,6 +22,7 @@ from keras_moe.models import (
     CausalLM,
     ContrastiveAccuracy,
     ContrastiveModel,
+    ImagePreprocessor,
     Perplexity,
     TextTokenizer,
     pack,
@@ -175,6 +176,13 @@ class Contrastive(TokenizedObjective):
 
     def model_arguments(self, num_classes):
         return {"task": ContrastiveModel.task_name}
+
+    def prepare(self, model, config, data_dir=None, run_folder=None):
+        super().prepare(model, config, data_dir, run_folder)
+        if model.image_preprocessor is None:
+            # Prepares photos as `load_pairs` does.
+            prepare = ImagePreprocessor(model.backbone.image_shape)
+            object.__setattr__(model, "image_preprocessor", prepare)
 
     def texts(self, config: PairData, data_dir):
         return data.load_captions(

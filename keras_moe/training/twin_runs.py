@@ -496,6 +496,9 @@ class _Runs:
         batches = recipe.datasets(model, self.data_dir).test
         with data.reading_errors():
             outputs, labels = evaluation.extract_features(model, batches, verbose=0)
+        if not np.isfinite(outputs.astype("float32")).all():
+            # The last step broke the weights: no figures, as of a run that diverged.
+            return {}
         outputs, labels = outputs.astype("float32"), labels.argmax(axis=-1)
         if model.output_activation is None:
             outputs = keras.ops.convert_to_numpy(keras.ops.softmax(outputs))

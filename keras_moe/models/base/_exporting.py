@@ -4,7 +4,7 @@ import contextlib
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import keras
 from keras_moe._checks import check_path, unfit
 from keras_moe._compat import flatten_layers
 from keras_moe._errors import install
-from keras_moe._files import new_partial, staged_folder
+from keras_moe._files import new_partial, remove_partials, staged_folder
 from keras_moe._types import KerasModel
 from keras_moe.layers import MoEBlock
 from keras_moe.routers import SparseRouter, SparsityConstrainedAffinity
@@ -71,8 +71,8 @@ def export_signature(
     return input_signature
 
 
-def check_writer(format: str) -> None:
-    """Refuses a format that another backend writes."""
+def check_writer(format: str, names: Mapping[str, str] | None = None) -> None:
+    """Refuses a format that another backend writes; `names` are those to show."""
     backend, writers = keras.backend.backend(), _WRITERS.get(format)
     if writers is None:
         # Keras writes it, or refuses its name.
@@ -82,6 +82,8 @@ def check_writer(format: str) -> None:
         return
     others = " or ".join(name for name, package in writers.items() if package is None)
     own = [name for name, x in _WRITERS.items() if x.get(backend, "") is None]
+    names = names or {}
+    format, own = names.get(format, format), [names.get(x, x) for x in own]
     raise ValueError(
         f"Expected KERAS_BACKEND={others} for format={format!r}, or one of {own}, which"
         f" {backend} writes; received: {format=}, KERAS_BACKEND={backend!r}"
@@ -224,7 +226,7 @@ class Exportable(Mixin):
                     input_signature=signature,
                     **kwargs,
                 )
-        if verbose is not False:
+        if verbose is None or verbose:
             print(f"Saved {format} program at '{filepath}'.")
 
 
@@ -236,9 +238,12 @@ def _replacing(filepath: str | os.PathLike, format: str) -> Iterator[str]:
         yield os.fspath(filepath)
     elif format in FILES:
         target.parent.mkdir(parents=True, exist_ok=True)
-        folder = new_partial(target)
+        remove_partials(target)
+        folder, weights = new_partial(target), f"{target.name}.data"
         try:
             yield str(folder / target.name)
+            if not (folder / weights).exists():
+                (target.parent / weights).unlink(missing_ok=True)
             # The weights of a large ONNX program are a file next to it.
             for path in sorted(folder.iterdir(), reverse=True):
                 os.replace(path, target.parent / path.name)

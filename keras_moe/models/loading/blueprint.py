@@ -287,6 +287,13 @@ class UnbuiltTower(NamedTuple):
     members: list[int]
 
 
+def costs_of(model: KerasModel) -> Description | None:
+    """The model's `describe()`; custom families may have no costs."""
+    with contextlib.suppress(AttributeError, NotImplementedError, ValueError):
+        return Blueprint.of_model(model).describe()
+    return None
+
+
 @dataclass(frozen=True)
 class Blueprint:
     """Everything that determines a model, before any weight is allocated.

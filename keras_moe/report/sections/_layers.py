@@ -39,7 +39,7 @@ class Overview(section.Section):
         data: dict[str, object] = {"layers": layers}
         findings = []
         # Custom model families may have no costs.
-        with contextlib.suppress(AttributeError, ValueError):
+        with contextlib.suppress(AttributeError, NotImplementedError, ValueError):
             description = self.model.keras_model.describe()
             body.append(_costs(description))
             data["costs"] = description.to_dict()
