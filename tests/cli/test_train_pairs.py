@@ -39,6 +39,10 @@ def test_a_dense_run_is_upcycled_and_goes_on(done, tmp_path):
     model = models.from_preset(str(dense / "preset"))
     captions = ["a red square on white", "blue grey"]
     assert model.encode_text(captions).shape == (2, 64)
+    # And takes photos of any size, as the last line says.
+    assert '.classify(photo, ["a cat", "a dog"])' in output
+    found = model.classify(np.zeros((20, 12, 3), "uint8"), captions)
+    assert {row.name for row in found} == {*captions}
     done("upcycle", dense / "preset", up, "--settings", "clip_up")
     arguments = ("clip_up_emoji", "--preset", up, "--output", sparse, *common)
     done("train", *arguments)
