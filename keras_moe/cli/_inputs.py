@@ -1,8 +1,9 @@
-"""The preset and the data of `evaluate` and `report`: those asked for, or a run's."""
+"""What programs begin with: a preset and data, asked for or a run's; and their bars."""
 
 import argparse
+import contextlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +13,7 @@ from keras_moe.cli._arguments import FIRST, model_overrides
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import ProgressColumn
 
 # Options of `load_pairs` that an evaluation may set: it reads all captions, in order.
 PAIR_OPTIONS = ("templates", "unreadable", "exclude")
@@ -167,6 +169,25 @@ def find_examples(
         excluded,
         chosen,
     )
+
+
+@contextlib.contextmanager
+def progress_shown(
+    console: "Console", text: str, *columns: "ProgressColumn | str"
+) -> Iterator[Callable[[int, int, str], None]]:
+    """A function of (done, total, name) that moves a bar on a terminal."""
+    from rich.progress import Progress
+
+    is_shown = console.is_terminal
+    with Progress(
+        *columns, console=console, transient=True, disable=not is_shown
+    ) as progress:
+        task = progress.add_task(text, total=None)
+
+        def show(done, total, name):
+            progress.update(task, completed=done, total=total, description=name)
+
+        yield show
 
 
 def with_bar(console: "Console") -> Callable[[Iterable, str], Iterable]:

@@ -19,6 +19,7 @@ from keras_moe.cli._arguments import (
     check_target,
     model_overrides,
 )
+from keras_moe.cli._inputs import progress_shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,15 +80,7 @@ def convert(
     args: argparse.Namespace, overrides: dict, console: "Console"
 ) -> "tuple[Any, ConversionReport]":
     """The converted model and its report; shows a progress bar."""
-    from rich.progress import Progress
-
-    is_shown = console.is_terminal
-    with Progress(console=console, transient=True, disable=not is_shown) as progress:
-        task = progress.add_task("opening", total=None)
-
-        def show(done, total, name):
-            progress.update(task, completed=done, total=total, description=name)
-
+    with progress_shown(console, "opening") as show:
         return keras_moe.models.convert(
             args.source,
             num_classes=args.num_classes,

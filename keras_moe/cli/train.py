@@ -514,11 +514,11 @@ def add_picture(
 
 def results_of(recipe: "Recipe", trained: "Training", folder: Path) -> dict:
     """The settings and the history of the run, interruptions included."""
+    from keras_moe.models.loading.blueprint import costs_of
+
     checkpoint = keras_moe.training.find_checkpoint(folder / "checkpoints")
     state = {} if checkpoint is None else checkpoint.state["callbacks"]
     evaluated = (state.get(f"PeriodicEvaluation {number}", {}) for number in (1, 2))
-    from keras_moe.models.loading.blueprint import costs_of
-
     costs = costs_of(trained.model)
     return {
         "recipe": recipe.to_dict(),
@@ -572,13 +572,13 @@ def starts_from_weights(recipe: "Recipe") -> bool:
 
 def first_lines(recipe: "Recipe", model: Any, data_dir: str | None) -> Iterator[str]:
     """What the settings leave open: the weights at the start, the images' sizes."""
+    from keras_moe.data.sources import open_source
+    from keras_moe.training.objectives import LabelledImages
+
     start = "random weights"
     if starts_from_weights(recipe):
         start = f"the weights of {recipe.model.preset}"
     yield f"starts from {start}"
-    from keras_moe.data.sources import open_source
-    from keras_moe.training.objectives import LabelledImages
-
     config: Any = recipe.data
     # Objectives from outside may read their data themselves.
     if not isinstance(recipe.objective, LabelledImages):

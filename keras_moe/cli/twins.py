@@ -24,6 +24,7 @@ from keras_moe.cli._arguments import (
     add_preset,
     positive,
 )
+from keras_moe.cli._inputs import progress_shown
 from keras_moe.cli.train import load_recipe
 
 if TYPE_CHECKING:
@@ -71,23 +72,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: "Console") -> Result:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 
     recipe = load_recipe(args)
     folder = args.output or Path("runs") / f"{recipe.name}-twins"
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(
-        "{task.description}",
-        *columns,
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as bar:
-        task, last = bar.add_task("twins", total=None), None
+    last = None
+    with progress_shown(console, "twins", "{task.description}", *columns) as show:
 
         def progress(done: int, total: int, text: str) -> None:
             nonlocal last
-            bar.update(task, completed=done, total=total, description=text)
+            show(done, total, text)
             if done != last and text and not console.is_terminal:
                 # A line for each run, since the bar is not shown.
                 console.print(f"{done + 1} of {total}: {text}", highlight=False)
