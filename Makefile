@@ -41,7 +41,7 @@ FAST ?= tests/layers tests/losses tests/ops tests/routers tests/models/test_vit.
 # versions are builds of gigabytes.
 END_BACKENDS ?= jax
 END_EXTRAS := .[jax,tensorflow,test,guides]
-RUN_END = tools/run_tests.py --fast --lane both --jobs 1 --backends $(END_BACKENDS)
+RUN_END = tools/run_tests.py --fast --jobs 1 --backends $(END_BACKENDS)
 # The first of some versions of Python, from PATH or pyenv.
 first_python = $(shell for v in $(1); do \
 	for p in python$$v $$HOME/.pyenv/versions/$$v.*/bin/python; do \

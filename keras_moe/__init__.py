@@ -84,19 +84,9 @@ if TYPE_CHECKING:
 
 # Imported at first use, unless above: most need KerasHub, tf.data or matplotlib.
 __all__ = [
-    "__version__",
-    "analysis",
-    "data",
-    "distribution",
-    "evaluation",
-    "layers",
-    "losses",
-    "models",
-    "ops",
-    "report",
-    "routers",
-    "training",
-]
+    "__version__", "analysis", "data", "distribution", "evaluation", "layers", "losses",
+    "models", "ops", "report", "routers", "training",
+]  # fmt: skip
 
 
 def __getattr__(name: str):

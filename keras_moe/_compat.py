@@ -47,7 +47,11 @@ from keras.src.models.functional import Functional
 from keras.src.models.model import inject_functional_model_class
 
 # The generator of whatever draws without a seed.
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
+from keras.src.random.seed_generator import (
+    GLOBAL_SEED_GENERATOR,
+    draw_seed,
+    global_seed_generator,
+)
 
 # Public stores copy the arrays they read, and cannot read into a buffer.
 from keras.src.saving.saving_lib import H5IOStore, safe_get_h5_dataset
@@ -237,6 +241,26 @@ def compiled_once(function: Callable) -> Callable:
     return run
 
 
+def step_maker(model: Any, name: str, make: Callable) -> Callable:
+    """Keras's `make`, or on PyTorch what makes a step compiled as one graph."""
+    if keras.backend.backend() != "torch" or not model.jit_compile:
+        return make
+    optimizer = model.optimizer if name == "train_function" else None
+    by_values = ("gradient_accumulation_steps", "ema_overwrite_frequency")
+    # These read a scale or a learning rate.
+    kinds = keras.optimizers
+    readers = kinds.LossScaleOptimizer, kinds.SGD, kinds.Adadelta
+    if isinstance(optimizer, readers) or any(
+        getattr(optimizer, argument, None) for argument in by_values
+    ):
+        # Not the same at every step: Keras's own form, which is several graphs.
+        return make
+    from keras_moe._backends.torch_graphs import make_step
+
+    step = name.replace("function", "step")
+    return functools.partial(make_step, model, name, step, recording)
+
+
 # Optimizers and variables.
 
 
@@ -335,6 +359,24 @@ def kept_random_states() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def recording(model: Any, torch: object) -> Iterator[None]:
+    """Keras draws by a `torch` that takes seeds for generators, which no graph has."""
+    from keras.src.backend.torch import random
+
+    numbers: Any = random
+    # What is replaced is replaced for all threads.
+    with ONE_AT_A_TIME:
+        kept = numbers.torch, numbers.torch_seed_generator
+        numbers.torch, numbers.torch_seed_generator = torch, draw_seed
+        try:
+            yield
+        finally:
+            numbers.torch, numbers.torch_seed_generator = kept
+            # Layers remember losses by id, which later tensors may reuse.
+            clear_losses(model)
+
+
+@contextlib.contextmanager
 def variables_without_values() -> Iterator[None]:
     """Variables made within the context have shapes and dtypes, and never values."""
     waiting: Any = global_state.get_global_attribute(
@@ -419,11 +461,43 @@ class _NoParameters:
 
 
 class _TorchParameters:
-    """Completes `parameters()` and `state_dict()` of a KerasHub model."""
+    """Completes `parameters()` and `state_dict()` of a KerasHub model.
+
+    Within `torch.compile`, its call is one graph.
+    """
 
     variables: list[keras.Variable]
     _modules: dict
     _torch_params: Any
+    _region: Any
+
+    def __new__(cls, *args: object, **kwargs: object):
+        from keras_moe._backends.torch_graphs import Region
+
+        made = super().__new__(cls, *args, **kwargs)
+        call = super(_TorchParameters, made).__call__  # pyright: ignore[reportAttributeAccessIssue]
+        made.__dict__.update(_region=Region(made, call, recording), _graph_losses=None)
+        return made
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        from keras_moe._backends.torch_graphs import is_reading
+
+        losses = None
+        if is_reading():
+            values = [v._value for v in self._region.variables()]
+            # Dynamo takes no None here, which is what these arguments are without it.
+            kwargs = {name: x for name, x in kwargs.items() if x is not None}
+            outputs, losses = self._region.run(values, args, kwargs)
+        else:
+            outputs = super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        object.__setattr__(self, "_graph_losses", losses)
+        return outputs
+
+    @property
+    def losses(self) -> list:
+        """See `keras.layers.Layer.losses`; a compiled call returns its own."""
+        losses = self.__dict__["_graph_losses"]
+        return super().losses if losses is None else losses  # pyright: ignore[reportAttributeAccessIssue]
 
     def _track_variables(self):
         super()._track_variables()  # pyright: ignore[reportAttributeAccessIssue]

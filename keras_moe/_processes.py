@@ -1,4 +1,4 @@
-"""Ranks of processes, and collectives, which Keras supports only on JAX."""
+"""Ranks of processes, and collectives, where Keras splits models over devices."""
 
 import json
 from collections.abc import Callable
@@ -13,8 +13,17 @@ from keras_moe._types import Structure
 T = TypeVar("T")
 
 
+def splitting_backend() -> Any:
+    """The backend's module for layouts; None where Keras splits no models."""
+    if keras.backend.backend() != "jax":
+        return None
+    from keras_moe._backends import jax
+
+    return jax
+
+
 def process_shard() -> tuple[int, int]:
-    """Returns JAX's process index and count, or (0, 1), as `shard` of data pipelines.
+    """Returns the process's index and count, or (0, 1), as `shard` of data pipelines.
 
     Example:
 
@@ -22,11 +31,8 @@ def process_shard() -> tuple[int, int]:
     >>> process_shard()
     (0, 1)
     """
-    if keras.backend.backend() != "jax":
-        return 0, 1
-    from keras_moe._backends.jax import process_shard as shard
-
-    return shard()
+    backend = splitting_backend()
+    return (0, 1) if backend is None else backend.process_shard()
 
 
 def process_index() -> int:
@@ -59,8 +65,7 @@ def checked_all_gather(work: Callable[[], T]) -> list[T]:
         kind = next((x for x, y in _ERRORS.items() if isinstance(error, y)), None)
         name = "" if kind else f"{type(error).__name__}: "
         report = {"error": f"{name}{error}", "kind": kind}
-    from keras_moe._backends.jax import exchange
-
+    exchange = splitting_backend().exchange
     reports = [json.loads(x) for x in exchange(json.dumps(report).encode())]
     failed = [report for report in reports if "error" in report]
     if not failed:
@@ -97,10 +102,9 @@ def gathered_batch(batch: Any) -> Any:
         raise ValueError("Expected arrays of numbers; received: dtype=object")
     if process_count() == 1:
         return batch
-    from keras_moe._backends.jax import exchange
 
     def gather(array):
-        parts = exchange(np.ascontiguousarray(array).tobytes())
+        parts = splitting_backend().exchange(np.ascontiguousarray(array).tobytes())
         whole = np.frombuffer(b"".join(parts), array.dtype)
         return whole.reshape(-1, *array.shape[1:])
 
@@ -114,15 +118,14 @@ def predict_batch(
     distribution = keras.distribution.distribution()
     if distribution is None:
         return serving(model).predict_on_batch(inputs)
-    from keras_moe._backends.jax import placed
-
     count, devices = len(keras.tree.flatten(inputs)[0]), batch_devices()
     rows = -(-max(count, size or 0) // devices) * devices
 
     def place(array):
         array = np.asarray(array)
         array = np.concatenate([array, np.repeat(array[-1:], rows - count, axis=0)])
-        return placed(array, distribution.get_data_layout(array.shape).backend_layout)
+        layout = distribution.get_data_layout(array.shape).backend_layout
+        return splitting_backend().placed(array, layout)
 
     # Compiled once per model and stored with it.
     mesh, whole = getattr(model, "_whole_outputs", (None, None))

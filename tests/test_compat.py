@@ -16,7 +16,7 @@ from keras_moe import _compat
 
 PACKAGE = Path(keras_moe.__file__).parent
 # Methods of tuples with names, and documented functions of PyTorch and of Python.
-PUBLIC = {"_asdict", "_fields", "_make", "_replace", "_check"}
+PUBLIC = {"_asdict", "_exit", "_fields", "_make", "_replace", "_check", "_dynamo"}
 PRIVATE = re.compile(r"_[a-z]\w*")
 _OPTIMIZER = keras.optimizers.Optimizer
 

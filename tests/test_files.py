@@ -219,7 +219,7 @@ def writes_by_itself(source: str) -> bool:
         elif (
             called in RENAMING
             or name == "savefig"
-            or (owner and name in ("write_text", "write_bytes"))
+            or (owner not in ("", "_files") and name in ("write_text", "write_bytes"))
             or (owner == "np" and name.startswith("save"))
         ):
             return True
@@ -234,6 +234,7 @@ READERS = {
     "cli/main.py": "its own log",
     "data/_emoji_names.py": "a file of the package",
     "data/_examples.py": "records that `globbed` has checked",
+    "data/_fashion_mnist.py": "a file of the package",
     "data/_folder.py": "images that `files_below` or `files_listed` has checked",
     "data/_texts.py": "Python's own library",
     "data/_tfrecord.py": "records that `globbed` has checked",
@@ -257,7 +258,7 @@ OPEN = {
     "tf.data.TFRecordDataset", "tf.raw_ops.TFRecordDatasetV2", "onnx.load",
     "keras.saving.load_model", "keras.saving.load_weights", "super().load_weights",
 }  # fmt: skip
-DOOR = re.compile(r"\b(regular_file|open_regular|read_bytes|read_text)\(")
+DOOR = re.compile(r"(_files\.)?\b(regular_file|open_regular|read_bytes|read_text)\(")
 
 
 def reads_by_itself(source: str) -> bool:
@@ -280,6 +281,7 @@ def reads_by_itself(source: str) -> bool:
                 for x in inputs
             )
             is_method = re.search(r"\.(read_text|read_bytes)$|[pP]ath\.open$", name)
+            is_known |= DOOR.fullmatch(f"{name}(") is not None
             if (is_method or name in OPEN) and not is_known:
                 return True
         # A function that is called later.

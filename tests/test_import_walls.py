@@ -293,27 +293,27 @@ IMPORT_PROBE = """
 import json, sys, time
 import keras
 
-before = set(sys.modules)
-start = time.process_time()
+of_keras, before = time.process_time(), set(sys.modules)
 import keras_moe
-seconds = time.process_time() - start
+share = time.process_time() / of_keras - 1
 import keras_moe.layers, keras_moe.routers, keras_moe.ops, keras_moe.losses
 import keras_moe.data, keras_moe.evaluation
 new = sorted({name.split(".")[0] for name in set(sys.modules) - before})
-print(json.dumps({"seconds": seconds, "new": new}))
+print(json.dumps({"share": share, "new": new}))
 """
 
 
 def test_the_core_imports_quickly_and_no_heavy_library():
     heavy = {"jax", "tensorflow", "torch", "keras_hub", "matplotlib"}
     heavy |= {"tensorflow_datasets", "keras_cv"}
-    seconds = []
+    shares = []
     # Each of the two has what would be heavy for the other.
     for backend in ("jax", "torch"):
         done = run_python("-c", IMPORT_PROBE, KERAS_BACKEND=backend)
         assert done.returncode == 0, done.stderr
         actual = json.loads(done.stdout.splitlines()[-1])
         assert heavy.isdisjoint(actual["new"]), backend
-        seconds.append(actual["seconds"])
-    # Time of the processor, and the quicker of two: other work changes neither.
-    assert min(seconds) < 0.2
+        shares.append(actual["share"])
+    # Time of the processor beside that of Keras, which changes neither with other work
+    # nor with the machine.
+    assert max(shares) < 0.08

@@ -1,13 +1,15 @@
 """Processes that share a model: batches, results, and errors of all."""
 
 import threading
+from types import SimpleNamespace
 
 import keras
 import numpy as np
 import pytest
 
-from keras_moe import _processes, training
+from keras_moe import _processes, data, distribution, training
 from keras_moe._files import locked
+from tests.refusals import refuses
 
 
 def test_one_process_has_its_own_error():
@@ -15,6 +17,23 @@ def test_one_process_has_its_own_error():
         _processes.gathered_batch({"captions": np.array([b"a", b"bc"], object)})
     with pytest.raises(TypeError, match="bad"):
         _processes.checked_all_gather(lambda: (_ for _ in ()).throw(TypeError("bad")))
+
+
+def test_one_function_says_whether_keras_splits_models(monkeypatch):
+    splits = keras.backend.backend() == "jax"
+    assert (_processes.splitting_backend() is not None) is splits
+    monkeypatch.setattr(keras.distribution, "DeviceMesh", lambda *_, **x: x["devices"])
+    monkeypatch.setattr(
+        keras.distribution, "DataParallel", lambda **x: x["device_mesh"]
+    )
+    monkeypatch.setattr(_processes, "splitting_backend", lambda: None)
+    assert data.process_shard() == (0, 1)
+    refuses("the only one on which", distribution.auto, "vmoe_digits", ["cpu:0"])
+    # What another backend would have to have.
+    backend = SimpleNamespace(process_shard=lambda: (1, 3))
+    monkeypatch.setattr(_processes, "splitting_backend", lambda: backend)
+    assert data.process_shard() == (1, 3)
+    assert distribution.auto("vmoe_digits", ["cpu:0"]) == ["cpu:0"]
 
 
 @pytest.fixture
@@ -30,8 +49,8 @@ def both(monkeypatch):
         barrier.wait()
         return everything
 
-    kernels = "keras_moe._backends.jax"
-    monkeypatch.setattr(f"{kernels}.exchange", exchange)
+    backend = SimpleNamespace(exchange=exchange)
+    monkeypatch.setattr(_processes, "splitting_backend", lambda: backend)
     monkeypatch.setattr(_processes, "process_shard", lambda: (index.value, 2))
     monkeypatch.setattr(keras.distribution, "distribution", lambda: "a distribution")
 

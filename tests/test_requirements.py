@@ -85,8 +85,8 @@ def test_everything_that_is_imported_is_declared():
     assert {"h5py", "ml_dtypes", "orbax", "markupsafe"} <= set(imported)
     declared = {_canonical(requirement.name) for requirement in _declared()}
     distributions = importlib.metadata.packages_distributions()
-    # Parts of JAX and of PyTorch, and a service's client, for `--wandb` alone.
-    known = {"keras_moe", "jaxlib", "jax_plugins", "triton", "wandb"}
+    # Parts of JAX and of PyTorch.
+    known = {"keras_moe", "jaxlib", "jax_plugins", "triton"}
     known.update(sys.stdlib_module_names)
     for module in imported.keys() - known:
         names = map(_canonical, distributions.get(module, [module]))

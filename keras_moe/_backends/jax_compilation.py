@@ -18,14 +18,9 @@ import jax
 import keras
 from jax.experimental import topologies
 
+from keras_moe import _compat
 from keras_moe._backends.jax import enable_cache
 from keras_moe._checks import unfit
-from keras_moe._compat import (
-    build_metrics,
-    kept_random_states,
-    take_layout,
-    variables_without_values,
-)
 from keras_moe._errors import install
 
 ENVIRONMENT = {
@@ -56,7 +51,7 @@ def alone() -> Iterator[None]:
     """Keeps the user's distribution, environment and random states as they are."""
     # JAX's own devices read the flags once, when they start.
     jax.devices()
-    with _LOCK, kept_random_states():
+    with _LOCK, _compat.kept_random_states():
         distribution = keras.distribution.distribution()
         config: Any = jax.config
         cached = config.jax_enable_compilation_cache
@@ -84,7 +79,6 @@ def topology_devices(topology: str) -> list:
     name, _, shape = topology.partition(":")
     description = Path(__file__).with_name(f"{name}.txtpb")
     if description.exists():
-        _check_installed("jax-cuda13-plugin")
         options = {
             "topology_name": "",
             "platform": "cuda",
@@ -93,7 +87,6 @@ def topology_devices(topology: str) -> list:
             "target_config": description.read_text(encoding="utf-8"),
         }
         return _devices("jax-cuda13-plugin", options)
-    _check_installed("libtpu")
     options = {"topology_name": topology, "platform": "tpu"}
     if name == "v4":
         # As on real chips, where both cores are one device.
@@ -101,16 +94,13 @@ def topology_devices(topology: str) -> list:
     return _devices("libtpu", options)
 
 
-def _check_installed(package):
+def _devices(package, options):
     try:
         metadata.version(package)
     except metadata.PackageNotFoundError as error:
         raise ImportError(
             f"Expected {package}, which compiles: {install(EXTRAS[package])}"
         ) from error
-
-
-def _devices(package, options):
     try:
         try:
             found = topologies.get_topology_desc(**options)
@@ -191,9 +181,9 @@ def lower_step(model, distribution, step, batch_size):
 
     inputs = keras.tree.map_structure(of_data, model.input)
     trains = step == "train"
-    with distribution.scope(), variables_without_values():
+    with distribution.scope(), _compat.variables_without_values():
         for variable in model.variables:
-            take_layout(variable)
+            _compat.take_layout(variable)
         if trains:
             _build_optimizer(model)
     groups = {
@@ -203,7 +193,7 @@ def lower_step(model, distribution, step, batch_size):
     if trains:
         labels = model.label_spec()
         data = (inputs,) if labels is None else (inputs, of_data(labels))
-        build_metrics(model, data)
+        _compat.build_metrics(model, data)
         groups["optimizer"] = [model.optimizer.variables, model.metrics_variables]
     elif step == "generate":
         data = inputs

@@ -12,7 +12,13 @@ import numpy as np
 from keras import ops
 from numpy.typing import ArrayLike
 
-from keras_moe._checks import check_integer, check_number, check_one_of, unfit
+from keras_moe._checks import (
+    check_integer,
+    check_number,
+    check_one_of,
+    check_share,
+    unfit,
+)
 from keras_moe._compat import serving
 from keras_moe._types import KerasModel
 from keras_moe.analysis.usage import ExpertUsage
@@ -56,8 +62,6 @@ def expert_scores(
     rows = _rows(usage, groups)
     scores = {}
     for name, block in usage.blocks.items():
-        if not all(np.isfinite(x).all() for x in block if x is not None):
-            raise ValueError(f"Expected a finite usage; received: NaN or Inf in {name}")
         tokens = block.tokens[rows].sum(axis=0)
         if not tokens.sum():
             raise unfit(f"groups with served tokens in {name}", groups=groups)
@@ -156,7 +160,7 @@ def select_experts(
     by = "mass" if criterion == "mass" else "tokens"
     curves = coverage_curves(usage, by, groups, criterion)
     if coverage is not None:
-        _check_share(coverage)
+        check_share("coverage", coverage)
         counts = {x: max(y.needed(coverage), minimum) for x, y in curves.items()}
     else:
         counts = count if isinstance(count, dict) else dict.fromkeys(curves, count)
@@ -166,11 +170,6 @@ def select_experts(
         check_integer("count", number, 1, len(experts))
         kept[name] = sorted(experts[:number].tolist())
     return kept
-
-
-def _check_share(coverage):
-    if not 0 < coverage <= 1:
-        raise ValueError(f"Expected 0 < coverage <= 1; received: coverage={coverage!r}")
 
 
 def prune_experts(

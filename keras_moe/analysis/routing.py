@@ -3,7 +3,6 @@
 Axes: B batch, N tokens, S group_size, E experts, K selected experts.
 """
 
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -96,10 +95,8 @@ def routing_statistics(
     )
     counts = np.ones(dispatched.shape[:2], bool) if mask is None else np.asarray(mask)
     if dispatched.ndim != 3 or not counts.any():
-        raise ValueError(
-            "Expected routing arrays of shape (batch, tokens, experts), and a token "
-            f"that counts; received: shape={dispatched.shape}, {counts.sum()} tokens"
-        )
+        expected = "routing arrays (batch, tokens, experts), and a token that counts"
+        raise unfit(expected, f"{counts.sum()} tokens", shape=dispatched.shape)
     dispatched, gates, affinity = (x[counts] for x in (dispatched, gates, affinity))
     num_experts = dispatched.shape[-1]
     loads = dispatched.sum(axis=0)
@@ -147,18 +144,8 @@ def print_statistics(
         ]
         for name, row in statistics.items()
     ]
-    print_table("Routing", [*head, "entropy", "max gate"], rows, console, texts=(0, 1))
-
-
-def print_table(
-    title: str,
-    head: Sequence[str],
-    rows: Iterable[Sequence[object]],
-    console: Console | None = None,
-    texts: Sequence[int] = (0,),
-) -> None:
-    """Prints a table, whose columns are numbers but for those of `texts`."""
-    (console or Console()).print(numbers_table(title, head, rows, texts=texts))
+    head += ["entropy", "max gate"]
+    (console or Console()).print(numbers_table("Routing", head, rows, texts=(0, 1)))
 
 
 def expert_queues(
@@ -412,7 +399,8 @@ def print_load_by_type(
         ]
         for name, row in loads.items()
     ]
-    print_table("Load by type of expert", head, rows, console)
+    table = numbers_table("Load by type of expert", head, rows)
+    (console or Console()).print(table)
 
 
 def routing_scores(routing: Routing) -> RoutingScores:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from keras_moe._checks import unfit
 from keras_moe.analysis.routing import entropy, of_patches
 from keras_moe.ops import Routing
 
@@ -111,10 +112,8 @@ def token_flows(
     """
     sources, targets = main_experts(source), main_experts(target)
     if sources.shape != targets.shape:
-        raise ValueError(
-            "Expected records of the same tokens; received: shapes "
-            f"{sources.shape} and {targets.shape} without experts"
-        )
+        shapes = f"shapes {sources.shape} and {targets.shape} without experts"
+        raise unfit("records of the same tokens", shapes)
     rows = np.asarray(source.dispatched).shape[-1] + 1
     columns = np.asarray(target.dispatched).shape[-1] + 1
     pairs = sources * columns + targets

@@ -370,10 +370,8 @@ def _moe_layer(backbone, key) -> Any:
     router = getattr(layer, "router", None)
     if getattr(router, "side", None) is None:
         mixture = key if router is None else type(router).__name__
-        raise ValueError(
-            "Expected token or expert choice routers, since all experts serve all "
-            f"tokens otherwise; received: {mixture} in {type(backbone).__name__}"
-        )
+        expected = "token or expert choice routers, by which an expert serves a part"
+        raise unfit(expected, f"{mixture} in {type(backbone).__name__}")
     return layer
 
 

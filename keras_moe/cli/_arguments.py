@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -23,8 +23,6 @@ Options: TypeAlias = argparse._ActionsContainer
 STDOUT = "-"
 # What a command prints at Ctrl-C if the same command resumes its work.
 RESUMES = "Interrupted: the same command resumes where it stopped."
-# What sets a positional argument, for the errors of `model_overrides`.
-FIRST = "the first argument"
 
 
 def verbosity() -> int:
@@ -110,7 +108,7 @@ def add_command(commands: argparse._SubParsersAction, module: ModuleType) -> Non
         "--json",
         nargs="?",
         const=STDOUT,
-        type=_json_file,
+        type=file_or_stdout(".json"),
         metavar="FILE.json",
         help="Print the results as JSON instead of tables; or, with a file name, write "
         "them to that file and print the tables.",
@@ -192,18 +190,6 @@ def add_shots(parser: Options, default: list[int] | None) -> None:
     add_count(parser, "--shots", what, default, nargs="+")
 
 
-def add_run(
-    parser: Options,
-    epochs: int | None,
-    batch_size: int | None,
-    learning_rate: float | None,
-    folder: str,
-) -> None:
-    """Adds the arguments of a training without a recipe, and its output folder."""
-    add_length(parser, epochs, batch_size, learning_rate)
-    add_output(parser, "The folder of the results.", Path("runs") / folder)
-
-
 def add_length(
     parser: Options,
     epochs: int | None = None,
@@ -226,8 +212,10 @@ def add_output(parser: Options, what: str, default: Path | None = None) -> None:
     )
 
 
-def add_target(parser: Options) -> None:
-    what = "The folder of the new preset; an older preset there is replaced."
+def add_target(
+    parser: Options,
+    what: str = "The folder of the new preset; an older preset there is replaced.",
+) -> None:
     parser.add_argument("output", type=Path, metavar="FOLDER", help=what)
 
 
@@ -255,14 +243,14 @@ def add_layout(parser: Options) -> None:
 
 
 def model_overrides(
-    pairs: Iterable[tuple[str, Any]], own: Mapping[str, str]
+    pairs: Iterable[tuple[str, Any]], own: Collection[str]
 ) -> dict[str, Any]:
-    """Reads `--set`; rejects the arguments in `own`, which the program sets itself."""
+    """Reads `--set`; rejects the arguments in `own`, which the command sets itself."""
     overrides = dict(pairs)
     for name, value in overrides.items():
         if name in own:
             expected = "arguments of the model in --set"
-            raise unfit(expected, f"{name}={value!r}, which {own[name]} sets")
+            raise unfit(expected, f"{name}={value!r}, which the command sets itself")
     return overrides
 
 
@@ -313,10 +301,14 @@ def integer_or(word: str) -> Callable[[str], int | str]:
     return lambda text: text if text == word else integer(text)
 
 
-def _json_file(text: str) -> str:
-    """The type of `--json`, which must not take the next positional argument."""
-    if text != STDOUT and Path(text).suffix != ".json":
-        raise argparse.ArgumentTypeError(
-            f"Expected a file that ends with .json, or none; received: {text}"
-        )
-    return text
+def file_or_stdout(suffix: str) -> Callable[[str], str]:
+    """The type of `--json` and `--csv`, which must not take a positional argument."""
+
+    def parse(text: str) -> str:
+        if text != STDOUT and Path(text).suffix != suffix:
+            raise argparse.ArgumentTypeError(
+                f"Expected a file that ends with {suffix}, or none; received: {text}"
+            )
+        return text
+
+    return parse

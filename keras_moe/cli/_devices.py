@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import keras_moe
 from keras_moe._errors import unfit
 from keras_moe.cli._arguments import (
-    FIRST,
     add_count,
     add_layout,
     integer_or,
@@ -16,15 +15,9 @@ from keras_moe.cli._arguments import (
 if TYPE_CHECKING:
     import keras
 
-# Arguments of `distribution.auto`, and what sets them.
-OWN = {
-    "model_or_preset": FIRST,
-    "devices": "--devices",
-    "expert_parallel": "--expert-parallel",
-    "model_parallel": "--model-parallel",
-    "batch_size": "the size of a batch",
-    "auto_shard_dataset": "this program",
-}
+# Arguments of `distribution.auto`, which options set.
+OWN = ("model_or_preset", "devices", "expert_parallel", "model_parallel")
+OWN += ("batch_size", "auto_shard_dataset")
 
 
 def add_devices(parser: argparse.ArgumentParser) -> None:
@@ -65,14 +58,13 @@ def set_devices(
     import keras
 
     from keras_moe._checks import check_integer
+    from keras_moe._processes import splitting_backend
 
     if args.devices is None:
         split = (args.num_processes, args.expert_parallel, args.model_parallel)
         if split != (None, None, 1):
-            raise ValueError(
-                "Expected --devices with --num-processes, --expert-parallel and "
-                "--model-parallel"
-            )
+            options = "--num-processes, --expert-parallel and --model-parallel"
+            raise unfit(f"--devices with {options}", "none")
         return None
     if args.num_processes is not None:
         # Each process reads its own images, so all its devices take part, and no
@@ -80,15 +72,13 @@ def set_devices(
         count = len(keras.distribution.list_devices())
         own = count // args.num_processes
         if args.devices not in ("all", count) or own % args.model_parallel:
-            raise ValueError(
-                f"Expected all {count} devices of the processes, and "
-                f"--model-parallel to divide the {own} of each; received: "
-                f"--devices {args.devices}, --model-parallel {args.model_parallel}"
-            )
+            expected = f"all {count} devices, and --model-parallel to divide {own}"
+            parallel = f"--model-parallel {args.model_parallel}"
+            raise unfit(expected, f"--devices {args.devices}", parallel)
     overrides = model_overrides(overrides.items(), OWN)
-    # Only JAX lists devices; `auto` says what works on the other backends.
+    # `auto` says what works on backends that split no models.
     devices = None
-    if keras.backend.backend() == "jax" and args.devices != "all":
+    if splitting_backend() is not None and args.devices != "all":
         devices = keras.distribution.list_devices()
         check_integer("--devices", args.devices, 1, len(devices))
         devices = devices[: args.devices]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras_moe
 from keras_moe._errors import unfit
-from keras_moe.cli._arguments import FIRST, model_overrides
+from keras_moe.cli._arguments import model_overrides
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -102,7 +102,7 @@ def find_model(args: argparse.Namespace) -> Model:
     from keras_moe.models.backbones._pairs import PairBackbone
 
     preset, recipe = find_run(args.preset)
-    overrides = model_overrides(args.set, {"preset": FIRST})
+    overrides = model_overrides(args.set, ["preset"])
     arguments = dict(overrides)
     options = {k: arguments.pop(k) for k in ("task", "load_weights") if k in arguments}
     resolved = keras_moe.models.resolve(preset, arguments, **options, counts_only=True)
@@ -174,7 +174,7 @@ def find_examples(
 @contextlib.contextmanager
 def progress_shown(
     console: "Console", text: str, *columns: "ProgressColumn | str"
-) -> Iterator[Callable[[int, int, str], None]]:
+) -> Iterator[Callable[[int, int | None, str], None]]:
     """A function of (done, total, name) that moves a bar on a terminal."""
     from rich.progress import Progress
 

@@ -9,43 +9,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras_moe
-from keras_moe.cli._arguments import (
-    FIRST,
-    Result,
-    add_count,
-    add_flag,
-    add_overrides,
-    add_target,
-    check_target,
-    model_overrides,
-)
+from keras_moe.cli import _arguments
 from keras_moe.cli._inputs import progress_shown
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from keras_moe.models import ConversionReport, MoETask
-
 EXAMPLES = """\
 keras-moe convert gs://vmoe_checkpoints/vmoe_s32_last2_ilsvrc2012_randaug_medium out
 keras-moe convert hf://timm/vit_base_patch16_224.augreg_in21k out
 keras-moe convert ViT-B_16.npz out --set image_shape=[384,384,3]"""
-# Arguments of `models.convert`, and what sets them.
-OWN = {
-    "source": FIRST,
-    "num_classes": "--num-classes",
-    "task": "--task",
-    "load_weights": "this program",
-    "progress": "this program",
-    "tower": "--tower",
-}
+# Arguments of `models.convert`, which options set.
+OWN = ("source", "num_classes", "task", "load_weights", "progress", "tower")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = "The weights, as keras_moe.models.convert takes them."
     parser.add_argument("source", metavar="SOURCE", help=source)
-    add_target(parser)
-    add_count(parser, "--num-classes", "The number of classes of a new head.")
+    _arguments.add_target(parser)
+    _arguments.add_count(
+        parser, "--num-classes", "The number of classes of a new head."
+    )
     parser.add_argument(
         "--task",
         choices=("backbone", "image_classifier", "contrastive", "causal_lm"),
@@ -53,16 +37,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     tower = "The tower of an image-text model to convert by itself."
     parser.add_argument("--tower", choices=("image", "text"), help=tower)
-    add_overrides(parser)
-    add_flag(parser, "--no-verify", "Do not read the preset again.")
-    add_flag(parser, "--quiet", "Do not print the table of weights.")
+    _arguments.add_overrides(parser)
+    _arguments.add_flag(parser, "--no-verify", "Do not read the preset again.")
+    _arguments.add_flag(parser, "--quiet", "Do not print the table of weights.")
 
 
-def run(args: argparse.Namespace, console: "Console") -> Result:
+def run(args: argparse.Namespace, console: "Console") -> _arguments.Result:
     from keras_moe.models.saving._preset_folder import staged
 
-    check_target(args.source, args.output)
-    model, report = convert(args, model_overrides(args.set, OWN), console)
+    _arguments.check_target(args.source, args.output)
+    overrides = _arguments.model_overrides(args.set, OWN)
+    with progress_shown(console, "opening") as show:
+        model, report = keras_moe.models.convert(
+            args.source,
+            num_classes=args.num_classes,
+            task=args.task,
+            progress=show,
+            tower=args.tower,
+            **overrides,
+        )
     # The new preset takes the old one's place after it was read again and compared.
     with staged(args.output) as folder:
         model.save_to_preset(folder)
@@ -73,25 +66,10 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
     line = f"{args.output}: {parameters:,} parameters"
     values = {"output": str(args.output), "parameters": parameters}
     table = () if args.quiet else (report.print,)
-    return Result({**values, **report.to_dict()}, (*table, line))
+    return _arguments.Result({**values, **report.to_dict()}, (*table, line))
 
 
-def convert(
-    args: argparse.Namespace, overrides: dict, console: "Console"
-) -> "tuple[Any, ConversionReport]":
-    """The converted model and its report; shows a progress bar."""
-    with progress_shown(console, "opening") as show:
-        return keras_moe.models.convert(
-            args.source,
-            num_classes=args.num_classes,
-            task=args.task,
-            progress=show,
-            tower=args.tower,
-            **overrides,
-        )
-
-
-def compare_saved(preset: str, model: "MoETask") -> None:
+def compare_saved(preset: str, model: Any) -> None:
     import keras
     import numpy as np
 

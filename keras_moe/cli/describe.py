@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING
 
 import keras_moe
 from keras_moe._errors import unfit
-from keras_moe.cli._arguments import (
-    FIRST,
-    Result,
-    add_count,
-    add_overrides,
-    add_preset,
-    model_overrides,
-)
+from keras_moe.cli import _arguments
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,19 +18,20 @@ keras-moe describe vmoe_b32
 keras-moe describe vmoe_h14 --num-classes 1000 --set image_shape=[384,384,3]
 keras-moe describe --list
 keras-moe describe --list "vmoe_*16\""""
-OWN = {"preset": FIRST, "num_classes": "--num-classes"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_preset(parser, nargs="?")
-    add_count(parser, "--num-classes", "Count a head for this many classes, too.")
-    add_overrides(parser)
+    _arguments.add_preset(parser, nargs="?")
+    _arguments.add_count(
+        parser, "--num-classes", "Count a head for this many classes, too."
+    )
+    _arguments.add_overrides(parser)
     pattern = "List the presets; with a pattern, those whose names have it."
     parser.add_argument("--list", nargs="?", const="*", metavar="PATTERN", help=pattern)
 
 
-def run(args: argparse.Namespace, console: "Console") -> Result:
-    overrides = model_overrides(args.set, OWN)
+def run(args: argparse.Namespace, console: "Console") -> _arguments.Result:
+    overrides = _arguments.model_overrides(args.set, ("preset", "num_classes"))
     if (args.list is not None) == bool(args.preset or overrides):
         expected = "a preset, or --list alone"
         raise unfit(expected, f"preset={args.preset!r}, --list={args.list!r}")
@@ -46,10 +40,10 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
     description = keras_moe.models.describe(
         args.preset, num_classes=args.num_classes, **overrides
     )
-    return Result(description.to_dict(), (description.print,))
+    return _arguments.Result(description.to_dict(), (description.print,))
 
 
-def listed(pattern: str, num_classes: int | None) -> Result:
+def listed(pattern: str, num_classes: int | None) -> _arguments.Result:
     """A row for each preset whose name matches."""
     from rich.table import Table
 
@@ -70,4 +64,4 @@ def listed(pattern: str, num_classes: int | None) -> Result:
         )
         rows.append({**costs.to_dict(), "description": line})
         rows[-1].pop("parts")
-    return Result(rows, (table,))
+    return _arguments.Result(rows, (table,))

@@ -15,17 +15,7 @@ from typing import TYPE_CHECKING
 
 import keras_moe
 from keras_moe._errors import unfit
-from keras_moe.cli._arguments import (
-    FIRST,
-    Result,
-    add_count,
-    add_flag,
-    add_layout,
-    add_overrides,
-    add_preset,
-    model_overrides,
-    positive,
-)
+from keras_moe.cli import _arguments
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,23 +31,12 @@ keras-moe estimate vmoe_l16 --chip tpu_v5e --devices 64 --batch-size 4096 \
 --expert-parallel 32 --set rematerialize=true
 keras-moe estimate vmoe_b16 --compile v5e:4x4 --batch-size 1024
 keras-moe estimate --recipe vmoe_s32_i1k --compile h200:8 --num-classes 1000"""
-# Arguments of `distribution.costs` and `compiled_costs`, and what sets them.
-OWN = {
-    "model_or_preset": FIRST,
-    "num_devices": "--devices",
-    "batch_size": "--batch-size",
-    "chip": "--chip",
-    "expert_parallel": "--expert-parallel",
-    "model_parallel": "--model-parallel",
-    "optimizer": "--optimizer",
-    "dtype": "--dtype",
-    "utilization": "--utilization",
-    "text_tokens": "--text-tokens",
-    "num_classes": "--num-classes",
-    "topology": "--compile",
-    "step": "--step",
-    "fit": "--fit",
-}
+# Arguments of `distribution.costs` and `compiled_costs`, which options set.
+OWN = (
+    *("model_or_preset", "num_devices", "batch_size", "chip", "expert_parallel"),
+    *("model_parallel", "optimizer", "dtype", "utilization", "text_tokens"),
+    *("num_classes", "topology", "step", "fit"),
+)
 # Policies of models, by the dtype of their activations.
 POLICIES = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
 # Optimizers of recipes, by their state.
@@ -75,7 +54,7 @@ COMPILER = {"step": "train", "fit": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_preset(parser, nargs="?")
+    _arguments.add_preset(parser, nargs="?")
     parser.add_argument(
         "--recipe",
         help="A recipe instead of the model: a name, or a TOML or JSON file. It sets "
@@ -87,23 +66,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="The kind of device: tpu_v4, tpu_v5e, tpu_v5p, tpu_v6e, tpu_7x, h100, "
         "h200 or b200.",
     )
-    add_count(parser, "--devices", "The number of devices.")
+    _arguments.add_count(parser, "--devices", "The number of devices.")
     batch = "The number of examples in a step, on all devices together."
-    add_count(parser, "--batch-size", batch)
-    add_layout(parser)
+    _arguments.add_count(parser, "--batch-size", batch)
+    _arguments.add_layout(parser)
     optimizer = "The optimizer: sgd, momentum, adam (the default) or adafactor."
     parser.add_argument("--optimizer", help=optimizer)
     dtype = "The type of the activations: bfloat16 (the default), float16 or float32."
     parser.add_argument("--dtype", help=dtype)
     parser.add_argument(
         "--utilization",
-        type=positive,
+        type=_arguments.positive,
         default=ARITHMETIC["utilization"],
         help="The share of the chip's peak FLOPs that the model reaches.",
     )
-    add_count(parser, "--text-tokens", "The text tokens with each image.", 0, 0)
-    add_count(parser, "--num-classes", "Count a head for this many classes, too.")
-    add_overrides(parser)
+    _arguments.add_count(
+        parser, "--text-tokens", "The text tokens with each image.", 0, 0
+    )
+    _arguments.add_count(
+        parser, "--num-classes", "Count a head for this many classes, too."
+    )
+    _arguments.add_overrides(parser)
     group = parser.add_argument_group("compilation")
     group.add_argument(
         "--compile",
@@ -114,17 +97,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step = "The step to compile: train, predict, or generate (language models)."
     group.add_argument("--step", default=COMPILER["step"], help=step)
     fit = "If the step does not fit, rematerialise, and then halve the batch."
-    add_flag(group, "--fit", fit)
+    _arguments.add_flag(group, "--fit", fit)
 
 
-def run(args: argparse.Namespace, console: "Console") -> Result:
+def run(args: argparse.Namespace, console: "Console") -> _arguments.Result:
     compiles = args.compile is not None
     for name, default in (ARITHMETIC if compiles else COMPILER).items():
         if (value := getattr(args, name)) != default:
-            raise ValueError(
-                f"Expected no --{name.replace('_', '-')} with"
-                f"{'' if compiles else 'out'} --compile; received: {value!r}"
-            )
+            with_it = "with" if compiles else "without"
+            raise unfit(f"no --{name.replace('_', '-')} {with_it} --compile", value)
     if (args.preset is None) == (args.recipe is None):
         raise unfit("a model or --recipe", "neither" if args.recipe is None else "both")
     recipe = None if args.recipe is None else take_recipe(args)
@@ -137,11 +118,11 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
         raise ValueError("Expected --devices or --compile; received: neither")
     if args.expert_parallel is not None:
         chosen = costs(args, args.expert_parallel)
-        return Result({"costs": as_json(chosen)}, (chosen.print,))
+        return _arguments.Result({"costs": as_json(chosen)}, (chosen.print,))
     compared = layouts(args)
     chosen = compared[max(compared)]
     values = {str(parallel): as_json(each) for parallel, each in compared.items()}
-    return Result(
+    return _arguments.Result(
         {"layouts": values, "costs": as_json(chosen)},
         (comparison(args, compared), chosen.print),
     )
@@ -150,7 +131,8 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
 def take_recipe(args: argparse.Namespace) -> "Recipe":
     """Sets the arguments that a recipe has, and returns it."""
     overrides = {
-        f"model.{name}": value for name, value in model_overrides(args.set, OWN).items()
+        f"model.{name}": value
+        for name, value in _arguments.model_overrides(args.set, OWN).items()
     }
     if args.dtype is not None:
         overrides["model.dtype"] = POLICIES.get(args.dtype, args.dtype)
@@ -177,9 +159,9 @@ def take_recipe(args: argparse.Namespace) -> "Recipe":
 
 def compiled(
     args: argparse.Namespace, recipe: "Recipe | None", console: "Console"
-) -> Result:
+) -> _arguments.Result:
     if recipe is None:
-        model, options = args.preset, model_overrides(args.set, OWN)
+        model, options = args.preset, _arguments.model_overrides(args.set, OWN)
         options["dtype"] = POLICIES.get(args.dtype, args.dtype)
         options["num_classes"] = args.num_classes
     else:
@@ -200,7 +182,7 @@ def compiled(
         "memory_bytes": found.memory_bytes,
         "step_seconds": found.step_seconds,
     }
-    return Result(values, (found.print,))
+    return _arguments.Result(values, (found.print,))
 
 
 def costs(args: argparse.Namespace, expert_parallel: int | str) -> "Costs":
@@ -216,7 +198,7 @@ def costs(args: argparse.Namespace, expert_parallel: int | str) -> "Costs":
         utilization=args.utilization,
         text_tokens=args.text_tokens,
         num_classes=args.num_classes,
-        **model_overrides(args.set, OWN),
+        **_arguments.model_overrides(args.set, OWN),
     )
 
 

@@ -8,21 +8,12 @@ both the model and the data name them.
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras_moe
 from keras_moe._errors import unfit
-from keras_moe.cli._arguments import (
-    Result,
-    add_batch_size,
-    add_count,
-    add_data,
-    add_data_options,
-    add_overrides,
-    add_preset,
-    add_shots,
-)
+from keras_moe.cli import _arguments
 from keras_moe.cli._devices import add_devices, set_devices
 from keras_moe.cli._inputs import Examples, find_examples, find_model, with_bar
 
@@ -31,7 +22,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from keras_moe._types import KerasModel
     from keras_moe.evaluation.zero_shot import ClassSubset
     from keras_moe.models import CausalLM, ContrastiveModel, ImageClassifier
 
@@ -52,8 +42,10 @@ OF_TEXTS = ("perplexity",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_preset(parser, help="The folder of a run of keras-moe train, or any preset.")
-    add_data(parser, " The default is the data of the run.")
+    _arguments.add_preset(
+        parser, help="The folder of a run of keras-moe train, or any preset."
+    )
+    _arguments.add_data(parser, " The default is the data of the run.")
     parser.add_argument(
         "--split", help="The split to evaluate on; the run's test split, or test."
     )
@@ -72,17 +64,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="The 200 of ImageNet's 1,000 classes among which the model chooses, as "
         "accuracies on ImageNet-A and ImageNet-R are measured.",
     )
-    add_batch_size(parser)
-    add_overrides(parser)
+    _arguments.add_batch_size(parser)
+    _arguments.add_overrides(parser)
     add_pair_arguments(parser)
     shots = parser.add_argument_group("few-shot accuracy")
-    add_shots(shots, [10])
+    _arguments.add_shots(shots, [10])
     shots.add_argument(
         "--train-split",
         help="The split from which shots are drawn; the run's train split, or train.",
     )
     seeds = "The seeds, one draw of the shots for each."
-    add_count(shots, "--seeds", seeds, [0, 1, 2], 0, nargs="+")
+    _arguments.add_count(shots, "--seeds", seeds, [0, 1, 2], 0, nargs="+")
     add_devices(parser)
 
 
@@ -103,11 +95,11 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
         "The number of images that contrastive_accuracy compares with each other, or "
         "all if the data has fewer."
     )
-    add_count(pairs, "--contrastive-batch", batch, 1024)
-    add_data_options(pairs)
+    _arguments.add_count(pairs, "--contrastive-batch", batch, 1024)
+    _arguments.add_data_options(pairs)
 
 
-def run(args: argparse.Namespace, console: "Console") -> Result:
+def run(args: argparse.Namespace, console: "Console") -> _arguments.Result:
     import keras
 
     chosen = find_model(args)
@@ -131,7 +123,7 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
         "backend": keras.backend.backend(),
         **figures,
     }
-    return Result(values, (figures_table(values),))
+    return _arguments.Result(values, (figures_table(values),))
 
 
 def chosen_metrics(
@@ -205,7 +197,9 @@ def evaluate_classifier(
     def predict_split(names, split):
         inference = keras.Model(model.input, {name: outputs[name] for name in names})
         batches = examples.images(split, backbone.image_shape, args.batch_size)
-        return predict(inference, shown(batches, split), args.batch_size)
+        return keras_moe.evaluation.extract_features(
+            inference, shown(batches, split), verbose=0
+        )
 
     outcome, labels = predict_split(outputs, examples.split)
     figures: dict[str, object] = {"images": len(labels)}
@@ -269,10 +263,8 @@ def subset_outputs(model: "ImageClassifier", subset: "ClassSubset") -> list[int]
     if index_of.keys() >= {*subset.wordnet_ids}:
         return [index_of[name] for name in subset.wordnet_ids]
     if model.num_classes != 1000:
-        raise ValueError(
-            "Expected a model of ImageNet's 1,000 classes for --class-subset "
-            f"{subset.name}; received: {model.num_classes} classes"
-        )
+        expected = f"ImageNet's 1,000 classes for --class-subset {subset.name}"
+        raise unfit(expected, f"a model of {model.num_classes}")
     return subset.numbers.tolist()
 
 
@@ -399,7 +391,8 @@ def evaluate_pairs(
     def features(split):
         batches = examples.images(split, shape, size)
         with keras_moe.data.reading_errors():
-            return predict(encoder, shown(batches, split), size)
+            shown_batches = shown(batches, split)
+            return evaluation.extract_features(encoder, shown_batches, verbose=0)
 
     test = features(examples.split)
     # With captions it is the number of their images.
@@ -436,24 +429,6 @@ def few_shot_figures(pool: tuple, test: tuple, args: argparse.Namespace) -> dict
         f"{k}_shot": {"mean": float(mean), "std": float(std), "l2": float(l2)}
         for k, mean, std, l2 in rows
     }
-
-
-def predict(
-    model: "KerasModel", batches: Iterable, batch_size: int
-) -> "tuple[Any, np.ndarray]":
-    """Outputs and labels of all images of a split, its last batch filled up."""
-    import keras
-    import numpy as np
-
-    outputs, labels = [], []
-    for images, batch_labels in batches:
-        images, count = np.asarray(images), len(images)
-        padding = np.repeat(images[-1:], batch_size - count, axis=0)
-        output = model.predict_on_batch(np.concatenate([images, padding]))
-        outputs.append(keras.tree.map_structure(lambda x, n=count: x[:n], output))
-        labels.append(np.asarray(batch_labels))
-    whole = keras.tree.map_structure(lambda *parts: np.concatenate(parts), *outputs)
-    return whole, np.concatenate(labels)
 
 
 def figures_table(values: dict) -> "Table":

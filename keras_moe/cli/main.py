@@ -29,6 +29,7 @@ from keras_moe.cli import (
     predict,
     quickstart,
     report,
+    tokenize,
     train,
     twins,
     upcycle,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 COMMANDS = (
     quickstart,
     train,
+    tokenize,
     twins,
     evaluate,
     predict,

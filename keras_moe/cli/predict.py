@@ -13,21 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keras_moe._errors import unfit
-from keras_moe.cli._arguments import (
-    STDOUT,
-    Result,
-    add_batch_size,
-    add_count,
-    add_overrides,
-    add_preset,
-)
+from keras_moe.cli import _arguments
 from keras_moe.cli._inputs import Model, find_model, with_bar
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 EXAMPLES = """\
-keras-moe predict runs/flowers photo.jpg
+keras-moe predict vmoe_fashion shoe.png
 keras-moe predict runs/flowers photos --top 1 --csv photos.csv
 keras-moe predict limoe_emoji cat.png --labels "a cat" "a dog" --json"""
 # Files of a folder that a warning names.
@@ -35,7 +28,7 @@ NAMED = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_preset(parser)
+    _arguments.add_preset(parser)
     parser.add_argument(
         "photos",
         metavar="PHOTO",
@@ -45,34 +38,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what = 'The texts that an image-text model chooses among, such as "a cat" "a dog".'
     parser.add_argument("--labels", metavar="TEXT", nargs="+", help=what)
-    add_count(parser, "--top", "The number of classes of a photo.", 5)
-    add_batch_size(parser)
-    add_overrides(parser)
+    _arguments.add_count(parser, "--top", "The number of classes of a photo.", 5)
+    _arguments.add_batch_size(parser)
+    _arguments.add_overrides(parser)
     parser.add_argument(
         "--csv",
         nargs="?",
-        const=STDOUT,
-        type=csv_file,
+        const=_arguments.STDOUT,
+        type=_arguments.file_or_stdout(".csv"),
         metavar="FILE.csv",
         help="Print lines of photo, rank, name and probability instead of the table; "
         "or, with a file name, write them to that file.",
     )
 
 
-def csv_file(text: str) -> str:
-    """The type of `--csv`, which must not take a photo."""
-    if text != STDOUT and Path(text).suffix != ".csv":
-        raise argparse.ArgumentTypeError(
-            f"Expected a file that ends with .csv, or none; received: {text}"
-        )
-    return text
-
-
-def run(args: argparse.Namespace, console: "Console") -> Result:
+def run(args: argparse.Namespace, console: "Console") -> _arguments.Result:
     from keras_moe._files import write_text
 
     photos, chosen = photos_in(args.photos), find_model(args)
-    if args.csv not in (None, STDOUT):
+    if args.csv not in (None, _arguments.STDOUT):
         # Before the work.
         Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
     check_labels(chosen, args)
@@ -91,11 +75,11 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
         for photo, classes in found
     ]
     text = csv_text(values)
-    if args.csv not in (None, STDOUT):
+    if args.csv not in (None, _arguments.STDOUT):
         write_text(args.csv, text)
-    if args.csv == STDOUT:
-        return Result(values, (lambda console: console.file.write(text),))
-    return Result(values, (table_of(values),))
+    if args.csv == _arguments.STDOUT:
+        return _arguments.Result(values, (lambda console: console.file.write(text),))
+    return _arguments.Result(values, (table_of(values),))
 
 
 def photos_in(paths: Sequence[Path]) -> list[Path]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras_moe
 from keras_moe._errors import unfit
-from keras_moe.cli._arguments import Result, add_count, add_run, verbosity
+from keras_moe.cli import _arguments
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,27 +30,25 @@ PRESET = "vmoe_digits"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_count(parser, "--seed", "The seed of weights, noise and order.", 0, 0)
-    add_run(parser, 50, 32, 2e-3, "quickstart")
+    _arguments.add_count(
+        parser, "--seed", "The seed of weights, noise and order.", 0, 0
+    )
+    _arguments.add_length(parser, 50, 32, 2e-3)
+    _arguments.add_output(parser, "The folder of the results.", Path("runs/quickstart"))
 
 
-def run(args: argparse.Namespace, console: "Console") -> Result:
+def run(args: argparse.Namespace, console: "Console") -> _arguments.Result:
     import keras
 
     from keras_moe._files import write_json
 
     begin = time.perf_counter()
     args.output.mkdir(parents=True, exist_ok=True)
-    keras.utils.set_random_seed(args.seed)
     console.rule(f"{PRESET} on {keras.backend.backend()}")
-    model = keras_moe.models.from_preset(
-        PRESET, num_classes=10, seed=args.seed, load_weights=False
-    )
+    model, accuracy = train(args)
     image_shape = model.backbone.image_shape
     train_data = keras_moe.data.load_digits("train", image_shape)
     test_data = keras_moe.data.load_digits("test", image_shape)
-    train(model, args)
-    _, accuracy = model.evaluate(*test_data, verbose=0)
     features = keras.Model(model.input, model.features)
     extract = keras_moe.evaluation.extract_features
     pool, test = (extract(features, x) for x in (train_data, test_data))
@@ -63,7 +61,7 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
     results = {
         "preset": PRESET,
         "backend": keras.backend.backend(),
-        "test_accuracy": float(accuracy),
+        "test_accuracy": accuracy,
         "few_shot": few_shot.to_dict(),
         "routing": {name: row.to_dict() for name, row in statistics.items()},
         "seconds": time.perf_counter() - begin,
@@ -86,7 +84,7 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
         "\nThree things to do next:",
         *steps,
     )
-    return Result(results, shown)
+    return _arguments.Result(results, shown)
 
 
 def next_steps(folder: Path) -> dict[str, str]:
@@ -106,34 +104,20 @@ def next_steps(folder: Path) -> dict[str, str]:
     }
 
 
-def train(model: Any, args: argparse.Namespace) -> None:
-    batches = keras_moe.data.load(
-        "digits",
-        "train",
-        model.backbone.image_shape,
-        batch_size=args.batch_size,
-        seed=args.seed,
-        augment=["translation", "rotation"],
-    )
-    steps = args.epochs * int(batches.cardinality())
-    compile_with_cosine(model, steps, args.learning_rate)
-    # The batches come shuffled.
-    model.fit(batches, epochs=args.epochs, shuffle=False, verbose=verbosity())
-
-
-def compile_with_cosine(
-    model: "ImageClassifier", steps: int, learning_rate: float
-) -> None:
-    """Compiles a model with AdamW, 10% warm-up and cosine decay."""
-    import keras
-
-    schedule = keras.optimizers.schedules.CosineDecay(
-        0.0, steps, warmup_target=learning_rate, warmup_steps=steps // 10
-    )
-    # Keras annotates a number only.
-    rate: Any = schedule
-    optimizer = keras.optimizers.AdamW(rate, weight_decay=0.05, global_clipnorm=1.0)
-    model.compile(optimizer=optimizer)
+def train(args: argparse.Namespace) -> tuple[Any, float]:
+    """The model, trained with AdamW and cosine decay, and its test accuracy."""
+    schedule = {"epochs": args.epochs, "learning_rate": args.learning_rate}
+    settings = {
+        "name": "quickstart",
+        "data": {"batch_size": args.batch_size, "augment": ["translation", "rotation"]},
+        "model": {"preset": PRESET, "load_weights": False},
+        "schedule": {**schedule, "warmup_steps": 0.1},
+        "optimizer": {"weight_decay": 0.05},
+        "seed": args.seed,
+    }
+    recipe = keras_moe.training.Recipe.from_dict(settings)
+    trained = keras_moe.training.train(recipe, verbose=_arguments.verbosity())
+    return trained.model, trained.score
 
 
 def save_and_load(model: "ImageClassifier", folder: Path, images: "np.ndarray") -> None:

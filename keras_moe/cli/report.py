@@ -10,17 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras_moe
-from keras_moe.cli._arguments import (
-    Result,
-    add_batch_size,
-    add_count,
-    add_data,
-    add_data_options,
-    add_output,
-    add_overrides,
-    add_preset,
-    command_line,
-)
+from keras_moe.cli import _arguments
 from keras_moe.cli._devices import add_devices, set_devices
 from keras_moe.cli._inputs import (
     PAIR_OPTIONS,
@@ -38,34 +28,38 @@ if TYPE_CHECKING:
     from keras_moe.report import Report
 
 EXAMPLES = """\
-keras-moe report vmoe_digits --data digits --show-examples 3 17
+keras-moe report vmoe_fashion --data fashion_mnist --split sample
 keras-moe report runs/limoe_emoji --output emoji_report
 keras-moe report runs/vmoe --data tfds:cifar10 --examples 10000 --json"""
 STYLES = {"good": "green", "notice": "yellow", "problem": "red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_preset(parser, help="The folder of a run of keras-moe train, or any preset.")
-    add_data(parser, " The default is the data of the run.")
+    _arguments.add_preset(
+        parser, help="The folder of a run of keras-moe train, or any preset."
+    )
+    _arguments.add_data(parser, " The default is the data of the run.")
     parser.add_argument(
         "--split", help="The split to report on; the run's test split, or test."
     )
     folder = "The folder of the report; an older report there is replaced."
-    add_output(parser, folder, Path("report"))
+    _arguments.add_output(parser, folder, Path("report"))
     few = "The examples to draw, of all classes alike; by default all are read."
-    add_count(parser, "--examples", few)
-    add_count(parser, "--show", "The number of examples to show one by one.", 6)
+    _arguments.add_count(parser, "--examples", few)
+    _arguments.add_count(
+        parser, "--show", "The number of examples to show one by one.", 6
+    )
     seed = "The seed that draws the examples, those shown and their groups."
-    add_count(parser, "--seed", seed, 0, 0)
+    _arguments.add_count(parser, "--seed", seed, 0, 0)
     shown = "The numbers of those to show instead, counted from 0 as they are read."
-    add_count(parser, "--show-examples", shown, minimum=0, nargs="+")
-    add_batch_size(parser)
-    add_overrides(parser)
-    add_data_options(parser)
+    _arguments.add_count(parser, "--show-examples", shown, minimum=0, nargs="+")
+    _arguments.add_batch_size(parser)
+    _arguments.add_overrides(parser)
+    _arguments.add_data_options(parser)
     add_devices(parser)
 
 
-def run(args: argparse.Namespace, console: "Console") -> Result:
+def run(args: argparse.Namespace, console: "Console") -> _arguments.Result:
     import keras
 
     chosen = find_model(args)
@@ -82,7 +76,9 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
         "pictures": [str(path) for path in written.pictures],
         "findings": [finding._asdict() for finding in written.findings],
     }
-    return Result(values, (findings_table(values), f"Report: {written.page}"))
+    return _arguments.Result(
+        values, (findings_table(values), f"Report: {written.page}")
+    )
 
 
 def write_report(
@@ -129,7 +125,7 @@ def write_report(
                 examples=args.show_examples,
                 training_batch_size=chosen.recipe.get("batch_size"),
             ),
-            command=command_line(args),
+            command=_arguments.command_line(args),
             credit=keras_moe.data.credit(examples.source),
             verbose=0,
         )

@@ -15,7 +15,6 @@ import importlib
 import importlib.util
 import json
 import math
-import secrets
 import time
 import traceback
 from collections.abc import Iterator
@@ -24,29 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import keras_moe
 from keras_moe._errors import unfit
-from keras_moe.cli._arguments import (
-    RESUMES,
-    Result,
-    add_count,
-    add_data,
-    add_flag,
-    add_length,
-    add_output,
-    add_overrides,
-    add_preset,
-    add_shots,
-    command_line,
-    verbosity,
-)
-from keras_moe.cli._devices import (
-    add_devices,
-    add_processes,
-    set_devices,
-    start_processes,
-)
+from keras_moe.cli import _arguments, _devices
 
 if TYPE_CHECKING:
-    import keras
     from rich.console import Console
     from rich.table import Table
 
@@ -67,63 +46,61 @@ keras-moe train moepp_lm_python --data text:BOOKS
 keras-moe train vmoe_b16_i21k --data tfrecord:photos --devices all
 keras-moe train mumoe_digits --epochs 40 --extend
 keras-moe train mumoe_digits --recipe-set schedule.patience=5 schedule.best=restore"""
-INTERRUPTED = RESUMES
+INTERRUPTED = _arguments.RESUMES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     recipe = "The recipe: a name, or a TOML or JSON file."
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=recipe)
-    add_flag(parser, "--list", "List the recipes that ship with keras_moe.")
+    _arguments.add_flag(parser, "--list", "List the recipes that ship with keras_moe.")
     preset = "Another model than the recipe's, with its weights if it has any."
-    add_preset(parser, "--preset", help=preset)
-    add_data(parser, " The default is the data of the recipe.")
-    add_overrides(parser)
+    _arguments.add_preset(parser, "--preset", help=preset)
+    _arguments.add_data(parser, " The default is the data of the recipe.")
+    _arguments.add_overrides(parser)
     what = "settings of the recipe"
-    add_overrides(parser, "--recipe-set", what, "schedule.warmup_steps=100")
+    _arguments.add_overrides(parser, "--recipe-set", what, "schedule.warmup_steps=100")
     folder = "The folder of the run; by default runs/ and the recipe's name."
-    add_output(parser, folder)
-    add_length(parser.add_argument_group("settings that recipes have, too"))
+    _arguments.add_output(parser, folder)
+    _arguments.add_length(parser.add_argument_group("settings that recipes have, too"))
     add_checkpoints(parser)
     add_looks(parser)
-    add_devices(parser)
-    add_processes(parser)
+    _devices.add_devices(parser)
+    _devices.add_processes(parser)
 
 
 def add_checkpoints(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("checkpoints")
     every = "The number of steps between checkpoints; by default those of an epoch."
-    add_count(group, "--checkpoint-every", every)
+    _arguments.add_count(group, "--checkpoint-every", every)
     newest = "The number of newest checkpoints to keep."
-    add_count(group, "--keep-checkpoints", newest, 3)
+    _arguments.add_count(group, "--keep-checkpoints", newest, 3)
     kept = "Also keep the checkpoints at multiples of N steps, for branches and soups."
-    add_count(group, "--keep-every", kept)
+    _arguments.add_count(group, "--keep-every", kept)
     restart = "Delete the checkpoints of an earlier run, and begin anew."
-    add_flag(group, "--restart", restart)
+    _arguments.add_flag(group, "--restart", restart)
     extend = (
         "Continue a finished run for more --epochs; --recipe-set "
         "schedule.schedule_steps=N leaves its learning rates as they were."
     )
-    add_flag(group, "--extend", extend)
+    _arguments.add_flag(group, "--extend", extend)
     branch_from = "The checkpoint of another run to begin with."
     group.add_argument(
         "--branch-from", type=Path, metavar="CHECKPOINT", help=branch_from
     )
     cooldown = "With --branch-from, the steps in which the learning rate falls."
-    add_count(group, "--cooldown", cooldown)
+    _arguments.add_count(group, "--cooldown", cooldown)
 
 
 def add_looks(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("evaluation during training")
-    wandb = "Also log the run to this project of Weights & Biases."
-    group.add_argument("--wandb", metavar="PROJECT", help=wandb)
     for name, what, default in (
         ("--health-every", "looks at the routers", 1),
         ("--few-shot-every", "few-shot accuracies", 0),
         ("--retrieval-every", "recalls of the test pairs", 0),
     ):
         epochs = f"The number of epochs between {what}; 0 for none."
-        add_count(group, name, epochs, default, 0)
-    add_shots(group, None)
+        _arguments.add_count(group, name, epochs, default, 0)
+    _arguments.add_shots(group, None)
     few_shot_data = "Images with splits train and test for it; by default the recipe's."
     group.add_argument("--few-shot-data", metavar="SOURCE", help=few_shot_data)
     report = (
@@ -131,10 +108,10 @@ def add_looks(parser: argparse.ArgumentParser) -> None:
         "all classes alike; also on a finished run, by the same command. Its first "
         "picture goes into the model card. 0 for no report."
     )
-    add_count(group, "--report-examples", report, 0, 0)
+    _arguments.add_count(group, "--report-examples", report, 0, 0)
 
 
-def run(args: argparse.Namespace, console: "Console") -> Result | None:
+def run(args: argparse.Namespace, console: "Console") -> _arguments.Result | None:
     from keras_moe._files import write_json
 
     begin = time.perf_counter()
@@ -144,7 +121,7 @@ def run(args: argparse.Namespace, console: "Console") -> Result | None:
     if args.list:
         return listed()
     check_options(args)
-    start_processes(args)
+    _devices.start_processes(args)
     recipe = branch(args, load_recipe(args))
     folder = args.output or Path("runs") / recipe.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -186,7 +163,9 @@ def run(args: argparse.Namespace, console: "Console") -> Result | None:
         if hasattr(trained.model, method):
             preset = json.dumps(str(folder / "preset"))
             rows["use it"] = f"from_preset({preset}).{method}({example})"
-    return Result(results, tuple(f"{name:<18} {value}" for name, value in rows.items()))
+    return _arguments.Result(
+        results, tuple(f"{name:<18} {value}" for name, value in rows.items())
+    )
 
 
 def advice(history: dict[str, list[float]], metric: str) -> str:
@@ -201,14 +180,14 @@ def advice(history: dict[str, list[float]], metric: str) -> str:
     return f"{change}; --output or --restart begins anew"
 
 
-def listed() -> Result:
+def listed() -> _arguments.Result:
     from rich.table import Table
 
     recipes = keras_moe.training.list_recipes()
     table = Table("recipe", "what it trains")
     for name, description in recipes.items():
         table.add_row(name, description)
-    return Result(recipes, (table,))
+    return _arguments.Result(recipes, (table,))
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -220,8 +199,6 @@ def check_options(args: argparse.Namespace) -> None:
         raise unfit(expected, f"--few-shot-every {args.few_shot_every}")
     if args.cooldown and not args.branch_from:
         raise ValueError("Expected --branch-from with --cooldown; received: none")
-    if args.wandb is not None:
-        import_wandb()
     if args.report_examples:
         from keras_moe.report.writing import import_jinja2
 
@@ -261,10 +238,8 @@ def branch(args: argparse.Namespace, recipe: "Recipe") -> "Recipe":
     accumulated = recipe.optimizer.gradient_accumulation_steps
     start, rest = divmod(batches, accumulated)
     if rest:
-        raise ValueError(
-            "Expected a checkpoint after an update of the weights, every "
-            f"{accumulated} batches; received: {batches} batches"
-        )
+        expected = f"a checkpoint after an update, every {accumulated} batches"
+        raise unfit(expected, f"{batches} batches")
     return keras_moe.training.cooldown_branch(recipe, start, args.cooldown)
 
 
@@ -291,7 +266,7 @@ def fit(
         test.append(datasets.test)
         return evaluations(args, recipe, folder, model, datasets)
 
-    set_devices(
+    _devices.set_devices(
         args,
         recipe.model.preset,
         recipe.data.batch_size // recipe.optimizer.gradient_accumulation_steps,
@@ -308,7 +283,7 @@ def fit(
         resume=not args.restart,
         branch_from=args.branch_from,
         extend=args.extend,
-        verbose=verbosity() if process == 0 else 0,
+        verbose=_arguments.verbosity() if process == 0 else 0,
     )
     keras.distribution.set_distribution(None)
     if num_processes > 1 and process == 0:
@@ -360,38 +335,7 @@ def evaluations(
     # Last, when the others have added to the logs.
     if board is not None:
         callbacks.append(training.ScalarLog(board / "training"))
-    if args.wandb is not None and keras_moe.data.process_shard()[0] == 0:
-        callbacks.append(wandb_log(args.wandb, recipe, folder, args.restart))
     return callbacks
-
-
-def wandb_log(
-    project: str, recipe: "Recipe", folder: Path, restart: bool
-) -> "keras.callbacks.Callback":
-    """Starts or resumes a run of Weights & Biases; returns its callback for Keras."""
-    from keras_moe._files import read_text, write_text
-
-    wandb, file = import_wandb(), folder / "wandb_id.txt"
-    if restart or not file.exists():
-        write_text(file, secrets.token_hex(4))
-    wandb.init(
-        project=project,
-        name=recipe.name,
-        config=recipe.settings(),
-        dir=str(folder),
-        id=read_text(file, folder),
-        resume="allow",
-    )
-    return wandb.integration.keras.WandbMetricsLogger()
-
-
-def import_wandb() -> Any:
-    from keras_moe._checks import import_extra
-
-    message = "Expected the package wandb with --wandb; pip install wandb"
-    wandb = import_extra("wandb", message)
-    importlib.import_module("wandb.integration.keras")
-    return wandb
 
 
 def new_few_shot(args: argparse.Namespace, recipe: "Recipe", model: "MoETask") -> Any:
@@ -460,7 +404,7 @@ def write_report(
             name=f"{recipe.name} on {data.evaluated_source} {data.test_split}",
             max_examples=args.report_examples,
             options=keras_moe.report.Options(training_batch_size=data.batch_size),
-            command=command_line(args),
+            command=_arguments.command_line(args),
             credit=keras_moe.data.credit(data.evaluated_source),
             verbose=0,
         )
@@ -483,14 +427,19 @@ def card_of(recipe: "Recipe", trained: "Training") -> "ModelCard":
         recipe.data.evaluated_source,
         recipe.data.test_split,
     )
-    settings = recipe.settings()
+    from keras_moe.models.base.model_card import licence_of
+
+    settings, base = recipe.settings(), None
+    if starts_from_weights(recipe):
+        base = recipe.model.preset
     return keras_moe.models.ModelCard(
         name=recipe.name,
         description=recipe.description,
         data=recipe.data.source,
         recipe={k: v for k, v in settings.items() if k not in ("name", "description")},
         results=[score],
-        **base_model(recipe),
+        base_model=base,
+        base_license=None if base is None else licence_of(base),
         picture_text="What each expert does with the test data",
     )
 
@@ -552,16 +501,6 @@ def draw(results: dict, title: str, folder: Path) -> None:
         plots.plot_router_health(
             folder / "router_health.csv", folder / "router_health.png", title=title
         )
-
-
-def base_model(recipe: "Recipe") -> dict[str, Any]:
-    """The model that a run started from, and its licence; nothing if it was random."""
-    from keras_moe.models.base.model_card import licence_of
-
-    preset = recipe.model.preset
-    if not starts_from_weights(recipe):
-        return {}
-    return {"base_model": preset, "base_license": licence_of(preset)}
 
 
 def starts_from_weights(recipe: "Recipe") -> bool:

@@ -13,17 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import keras_moe
-from keras_moe.cli._arguments import (
-    RESUMES,
-    Result,
-    add_count,
-    add_data,
-    add_length,
-    add_output,
-    add_overrides,
-    add_preset,
-    positive,
-)
+from keras_moe.cli import _arguments
 from keras_moe.cli._inputs import progress_shown
 from keras_moe.cli.train import load_recipe
 
@@ -36,23 +26,23 @@ EXAMPLES = """\
 keras-moe twins vmoe_digits
 keras-moe twins vmoe_digits --data folder:PHOTOS --seeds 5
 keras-moe twins vmoe_s32_i1k --data tfds:imagenette --rates 5e-4 1e-3 2e-3 4e-3"""
-INTERRUPTED = RESUMES
+INTERRUPTED = _arguments.RESUMES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     recipe = "The recipe: a name, or a TOML or JSON file."
     parser.add_argument("recipe", metavar="RECIPE", help=recipe)
-    add_preset(parser, "--preset", help="Another model than the recipe's.")
-    add_data(parser, " The default is the data of the recipe.")
-    add_overrides(parser)
-    add_overrides(
+    _arguments.add_preset(parser, "--preset", help="Another model than the recipe's.")
+    _arguments.add_data(parser, " The default is the data of the recipe.")
+    _arguments.add_overrides(parser)
+    _arguments.add_overrides(
         parser, "--recipe-set", "settings of the recipe", "schedule.epochs=10"
     )
-    add_length(parser.add_argument_group("settings that recipes have, too"))
-    add_count(parser, "--seeds", "The number of seeds of each model.", 3)
+    _arguments.add_length(parser.add_argument_group("settings that recipes have, too"))
+    _arguments.add_count(parser, "--seeds", "The number of seeds of each model.", 3)
     parser.add_argument(
         "--rates",
-        type=positive,
+        type=_arguments.positive,
         nargs="+",
         metavar="RATE",
         help="The learning rates of which each model gets the best; by default half of "
@@ -60,18 +50,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--held-out",
-        type=positive,
+        type=_arguments.positive,
         default=0.1,
         metavar="N",
         help="The number of training images to choose by, or below 1 their share.",
     )
     steps = "The number of training steps to measure; 0 for none."
-    add_count(parser, "--timed-steps", steps, 20, 0)
+    _arguments.add_count(parser, "--timed-steps", steps, 20, 0)
     folder = "The folder of the runs; by default runs/, the recipe's name and -twins."
-    add_output(parser, folder)
+    _arguments.add_output(parser, folder)
 
 
-def run(args: argparse.Namespace, console: "Console") -> Result:
+def run(args: argparse.Namespace, console: "Console") -> _arguments.Result:
     from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 
     recipe = load_recipe(args)
@@ -105,7 +95,9 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
     except ImportError as error:
         # Pictures need an extra; the results are there without.
         console.print(f"no picture: {error}")
-    return Result(result.to_dict(), (result.table(), *rows, f"\n{result.sentence}"))
+    return _arguments.Result(
+        result.to_dict(), (result.table(), *rows, f"\n{result.sentence}")
+    )
 
 
 def draw(result: "Twins", path: Path) -> None:

@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import keras_moe
-from keras_moe.cli._arguments import (
-    Result,
-    add_overrides,
-    add_preset,
-    add_target,
-    check_target,
-    json_or_string,
-)
+from keras_moe.cli import _arguments
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,17 +23,17 @@ keras-moe upcycle runs/clip runs/sparse --settings clip_up --towers image"""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = "The dense model: a folder, an hf:// handle or published weights."
-    add_preset(parser, "source", metavar="SOURCE", help=source)
-    add_target(parser)
+    _arguments.add_preset(parser, "source", metavar="SOURCE", help=source)
+    _arguments.add_target(parser)
     parser.add_argument(
         "--num-experts",
-        type=json_or_string,
+        type=_arguments.json_or_string,
         default=8,
         help="The number of experts, or for mumoe a JSON list with one for each level.",
     )
     parser.add_argument(
         "--moe-layers",
-        type=json_or_string,
+        type=_arguments.json_or_string,
         default="every_2",
         metavar="LAYERS",
         help="The blocks that get experts: every_2, last_2, ... or a JSON list.",
@@ -61,17 +54,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "The towers of an image-text model that get experts: image or text, or a "
         "JSON dict with settings for each; by default both."
     )
-    parser.add_argument("--towers", type=json_or_string, metavar="TOWER", help=towers)
-    add_overrides(parser, what="arguments of the MoE layers")
+    parser.add_argument(
+        "--towers", type=_arguments.json_or_string, metavar="TOWER", help=towers
+    )
+    _arguments.add_overrides(parser, what="arguments of the MoE layers")
 
 
-def run(args: argparse.Namespace, console: "Console") -> Result:
+def run(args: argparse.Namespace, console: "Console") -> _arguments.Result:
     from keras_moe._checks import check_argument_names
     from keras_moe._files import write_json
     from keras_moe.models.saving._preset_folder import staged
     from keras_moe.training.upcycling import free_arguments
 
-    check_target(args.source, args.output)
+    _arguments.check_target(args.source, args.output)
     overrides = dict(args.set)
     check_argument_names(overrides, free_arguments(), "MoE layers")
     towers = [args.towers] if isinstance(args.towers, str) else args.towers
@@ -89,4 +84,4 @@ def run(args: argparse.Namespace, console: "Console") -> Result:
     with staged(args.output) as folder:
         model.save_to_preset(folder)
         write_json(Path(folder) / "upcycling.json", report.to_dict())
-    return Result(report.to_dict(), (report.print,))
+    return _arguments.Result(report.to_dict(), (report.print,))

@@ -1,8 +1,7 @@
 """Captions of images: validation, ids, and choosing one caption per pair.
 
-Features of an example with K captions: "image_ids", int32 (), and "text_ids", int32
-(K,), equal for equal images and captions; and either "captions", string (K,), or stored
-"token_ids", int32 (K, N), with "padding_mask", bool (K, N).
+Features of an example with K captions: "captions", string (K,), "image_ids", int32 (),
+and "text_ids", int32 (K,), equal for equal images and captions.
 """
 
 import copy
@@ -163,21 +162,21 @@ def captioned_records(
     encoded_channels: int,
     every_caption: bool,
 ) -> Examples:
-    """Examples from records; `parse` returns an image and captions or tokens."""
+    """Examples from records; `parse` returns an image and its captions."""
 
     def features(record):
-        stored, several = parse(record)
-        rows = next(iter(several.values()))
-        checks = [tf.debugging.Assert(tf.shape(rows)[0] > 0, ["no caption"])]
-        if "captions" in several:
-            # TensorFlow raises an error for captions that are not UTF-8.
-            read = tf.strings.unicode_transcode(rows, "UTF-8", "UTF-8", "strict")
-            is_text = tf.strings.length(tf.strings.strip(read)) > 0
-            checks += [read, tf.debugging.Assert(tf.reduce_all(is_text), ["empty"])]
-        with tf.control_dependencies(checks):
+        stored, captions = parse(record)
+        # TensorFlow raises an error for captions that are not UTF-8.
+        read = tf.strings.unicode_transcode(captions, "UTF-8", "UTF-8", "strict")
+        is_text = tf.strings.length(tf.strings.strip(read)) > 0
+        checks = [
+            tf.debugging.Assert(tf.shape(captions)[0] > 0, ["no caption"]),
+            tf.debugging.Assert(tf.reduce_all(is_text), ["empty"]),
+        ]
+        with tf.control_dependencies([read, *checks]):
             stored = tf.identity(stored)
-            ids = {"image_ids": _equal_ids(stored), "text_ids": _equal_ids(rows)}
-        return {"image": stored, **ids, **several}
+            ids = {"image_ids": _equal_ids(stored), "text_ids": _equal_ids(captions)}
+        return {"image": stored, **ids, "captions": captions}
 
     examples = RecordExamples(
         files,
@@ -200,7 +199,7 @@ def _counts(examples: RecordExamples, parse: Callable) -> np.ndarray:
     """Counts each image's captions as at least 1: reading none is an error."""
 
     def of_record(record):
-        return tf.shape(next(iter(parse(record)[1].values())))[0]
+        return tf.shape(parse(record)[1])[0]
 
     def count(item):
         return tf.maximum(attempt(of_record, item[0], lambda *_: tf.constant(1)), 1)
@@ -316,10 +315,6 @@ def batch_sizes(
 
 def mixed(datasets: list) -> Any:
     """Concatenates batches of several sources, in the order of the sources."""
-    keys = {tuple(sorted(dataset.element_spec[1])) for dataset in datasets}
-    if len(keys) > 1:
-        expected = "captions in all sources of a mixture, or stored tokens in all"
-        raise unfit(expected, keys)
 
     def join(*batches):
         images = tf.concat([images for images, _ in batches], axis=0)
@@ -336,8 +331,7 @@ def mixed(datasets: list) -> Any:
             axis=0,
         )
         texts["image_ids"] = _equal_ids(tf.strings.as_string(numbers))
-        several = texts["captions" if "captions" in texts else "token_ids"]
-        texts["text_ids"] = _equal_ids(several)
+        texts["text_ids"] = _equal_ids(texts["captions"])
         return images, texts
 
     return tf.data.Dataset.zip(tuple(datasets)).map(

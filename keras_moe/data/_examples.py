@@ -1,7 +1,11 @@
-"""The examples of a split in an order set by seeds; a pass can start anywhere."""
+"""The examples of a split in an order set by seeds, and their labels.
+
+A pass over them can start anywhere.
+"""
 
 import copy
 import dataclasses
+import functools
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,7 +15,6 @@ import numpy as np
 
 from keras_moe._files import open_regular
 from keras_moe._types import Structure, Tensor
-from keras_moe.data._labels import Classes
 from keras_moe.data._packages import tf
 from keras_moe.data.reading import read_or_name, reading_errors, records_or_name
 
@@ -22,6 +25,64 @@ SHUFFLE_BUFFER = 10_000
 _SIZES_OF = 64
 # Number of files to interleave in random order, and records in a row from each.
 _OPEN_FILES, _RECORDS_IN_A_ROW = 16, 16
+
+
+class Classes(NamedTuple):
+    """The classes of a source."""
+
+    count: int
+    names: tuple[str, ...] | None = None
+    max_labels: int | None = None  # None for single labels, 0 if unknown
+
+
+def _convert(
+    features: dict[str, Any],
+    key: Tensor,
+    count: int,
+    max_labels: int | None = None,
+    dense: bool = False,
+) -> Tensor:
+    """Labels of one of `count` classes, or up to `max_labels`."""
+    labels = features["label"]
+    if max_labels is None:
+        return tf.one_hot(labels, count) if dense else labels
+    labels = tf.reshape(labels, [-1])
+    labels = tf.boolean_mask(labels, labels >= 0)
+    labels = tf.unique(tf.sort(labels)).y
+    if dense:
+        ones = tf.ones_like(labels, "float32")
+        return tf.scatter_nd(labels[:, None], ones, [count])
+    size = tf.size(labels)
+    enough = tf.debugging.assert_less_equal(
+        size,
+        max_labels,
+        f"Expected at most max_labels={max_labels} labels of an example; received more",
+    )
+    with tf.control_dependencies([enough]):
+        labels = tf.pad(labels, [[0, max_labels - size]], constant_values=-1)
+    return tf.ensure_shape(labels, [max_labels])
+
+
+def make_labels(classes: Classes, source: str, options: Any, dense: bool) -> Callable:
+    """Returns a function from an example's features and key to its labels."""
+    max_labels = options.max_labels
+    if not options.multi_label:
+        if (classes.max_labels, max_labels) != (None, None):
+            raise ValueError(
+                f"Expected multi_label=True with {source!r} of several labels, or "
+                "with max_labels; received: multi_label=False"
+            )
+        return functools.partial(_convert, count=classes.count, dense=dense)
+    count, most = classes.count, classes.max_labels
+    most = 1 if most is None else most
+    if max_labels is None:
+        max_labels = min(most, count)
+    if not max_labels and not dense:
+        raise ValueError(
+            f"Expected max_labels, the most labels of an example of {source!r}, which "
+            "does not say it, or one_hot=True; received: max_labels=None"
+        )
+    return functools.partial(_convert, count=count, max_labels=max_labels, dense=dense)
 
 
 class Share(NamedTuple):

@@ -29,26 +29,16 @@ from typing import Any
 
 from keras_moe._checks import check_one_of, unfit
 from keras_moe._files import read_bytes
+from keras_moe.data import _files
 from keras_moe.data._captions import CAPTION_NAMES, CaptionOptions, captioned
-from keras_moe.data._examples import Examples, IndexedExamples
-from keras_moe.data._files import (
-    IMAGE_SUFFIXES,
-    files_below,
-    files_listed,
-    folders_in,
-    folders_with_images,
-    is_hidden,
-    is_image,
-    leads_outside,
-    read_json,
-)
-from keras_moe.data._labels import Classes
+from keras_moe.data._examples import Classes, Examples, IndexedExamples
 from keras_moe.data._packages import tf
 from keras_moe.data.reading import decode_image, read_or_name
 
 LABELS = "labels.json"
 CAPTIONS = ("captions.csv", "captions.jsonl")
 _IMAGE_NAMES = ("image", "file_name")
+_SUFFIXES = ", ".join(_files.IMAGE_SUFFIXES)
 # Splits that are drawn for a folder of classes, and the share of the second.
 DRAWN_SPLITS = ("train", "test")
 TEST_SHARE = 0.2
@@ -67,7 +57,7 @@ def find_classes(path: str, data_dir: str | None = None) -> Classes:
     if None not in splits.values():
         names = {name for own in splits.values() for name in own or ()}
         if not names:
-            images = len(files_below(root, root, images=True))
+            images = len(_files.files_below(root, root, images=True))
             raise ValueError(
                 f"Expected a folder for each class, such as {root}/cat/1.jpg, also in "
                 f"splits, such as {root}/train/cat/1.jpg; received: {images} images, "
@@ -96,9 +86,8 @@ def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExample
         where = f"{root / split}/class/ or in {LABELS} of"
     if classes.count < 2 or not files:
         raise ValueError(
-            f"Expected at least two classes, and images ({', '.join(IMAGE_SUFFIXES)})"
-            f" in {where} folder:{path}; received: {len(files)} images, classes "
-            f"{[*names]}"
+            f"Expected at least two classes, and images ({_SUFFIXES}) in {where} "
+            f"folder:{path}; received: {len(files)} images, classes {[*names]}"
         )
     _report_others(root)
     number = {name: index for index, name in enumerate(names)}
@@ -123,7 +112,10 @@ def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExample
 
 def _class_folders(root: Path) -> dict[str, list[str] | None]:
     """Class folders by split, "" without splits; None if splits have a labels file."""
-    found = {name: folders_with_images(root / name, root) for name in folders_in(root)}
+    found = {
+        name: _files.folders_with_images(root / name, root)
+        for name in _files.folders_in(root)
+    }
     known = {name: own for name, own in found.items() if _SPLIT_NAME.fullmatch(name)}
     if listed := {name for name in found if (root / name / LABELS).is_file()}:
         return dict.fromkeys(sorted({*known, *listed}))
@@ -136,7 +128,7 @@ def _class_folders(root: Path) -> dict[str, list[str] | None]:
     }
     splits |= {name: own for name, own in found.items() if own and names >= {*own}}
     if not splits:
-        return {"": folders_with_images(root, root)}
+        return {"": _files.folders_with_images(root, root)}
     several = {name for own in splits.values() if len(own) > 1 for name in own}
     for split, own in sorted(splits.items()):
         if own and all(x == split or _SPLIT_NAME.fullmatch(x) for x in own):
@@ -167,7 +159,7 @@ def _drawn(root: Path, split: str, names: list[str]) -> list[tuple[Path, list[st
     """Returns the images of a split that is drawn from those of each class."""
     chosen = []
     for name in names:
-        files = files_below(root / name, root, images=True)
+        files = _files.files_below(root / name, root, images=True)
         number = max(round(TEST_SHARE * len(files)), int(len(files) > 1))
         # By their names, so that further images move few of them to the other split.
         paths = {x: os.fsencode(x.relative_to(root).as_posix()) for x in files}
@@ -178,27 +170,25 @@ def _drawn(root: Path, split: str, names: list[str]) -> list[tuple[Path, list[st
 
 
 def _files_of(
-    root: Path,
-    split: str,
-    names: list[str] | None = None,
+    root: Path, split: str, names: list[str] | None = None
 ) -> list[tuple[Path, list[str]]]:
     """Returns the images of a split with their classes, by folders or by a file."""
     if names is not None:
         return [
             (file, [name])
             for name in names
-            for file in files_below(root / split / name, root, images=True)
+            for file in _files.files_below(root / split / name, root, images=True)
         ]
     path, found = root / split / LABELS, []
-    listed = read_json(path, {str: [str]}, within=root)
-    inside = [name for name in listed if not leads_outside(name)]
-    there = files_listed((root / split / name for name in inside), root)
+    listed = _files.read_json(path, {str: [str]}, within=root)
+    inside = [name for name in listed if not _files.leads_outside(name)]
+    there = _files.files_listed((root / split / name for name in inside), root)
     for name, classes in listed.items():
         file = root / split / name
-        if file not in there or not is_image(name):
+        if file not in there or not _files.is_image(name):
             raise ValueError(
-                f"Expected images ({', '.join(IMAGE_SUFFIXES)}) relative to the "
-                f"folder of {path}; received: {name!r}"
+                f"Expected images ({_SUFFIXES}) relative to the folder of {path}; "
+                f"received: {name!r}"
             )
         found.append((file, classes))
     return found
@@ -236,14 +226,13 @@ def _report_others(root: Path) -> None:
         for folder in folders
         for x in folder.iterdir()
         if x not in read and not x.is_symlink() and not x.name.startswith(".")
-        if x.is_dir() or (x.is_file() and not is_hidden(x.name))
+        if x.is_dir() or (x.is_file() and not _files.is_hidden(x.name))
     )
     if others:
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         warnings.warn(
             f"In {root} not read: {', '.join(others[:5])}{more}. Images are "
-            f"{', '.join(IMAGE_SUFFIXES)} in the folder of a class, or listed in "
-            f"{LABELS}",
+            f"{_SUFFIXES} in the folder of a class, or listed in {LABELS}",
             stacklevel=5,
         )
 
@@ -251,7 +240,7 @@ def _report_others(root: Path) -> None:
 def open_captioned(path: str, split: str, options: CaptionOptions) -> Examples | None:
     """Opens a split with captions; None without a caption file."""
     root = Path(path)
-    check_one_of("split", split, folders_in(root))
+    check_one_of("split", split, _files.folders_in(root))
     folder = root / split
     names = [name for name in CAPTIONS if (folder / name).is_file()]
     if not names:
@@ -260,11 +249,11 @@ def open_captioned(path: str, split: str, options: CaptionOptions) -> Examples |
         raise unfit(f"one file of captions in {folder}", names)
     captions, faults = _listed_captions(folder / names[0], root)
     named = [image for image in captions if image not in faults]
-    there = files_listed((folder / image for image in named), root)
+    there = _files.files_listed((folder / image for image in named), root)
     for image in named:
         if folder / image not in there:
             faults[image] = f"{folder / image} is not there"
-    for file in files_below(folder, root, images=True):
+    for file in _files.files_below(folder, root, images=True):
         captions.setdefault(file.relative_to(folder).as_posix(), [])
     images = list(captions)
     names = [str(folder / image) for image in images]
@@ -290,7 +279,7 @@ def _listed_captions(file: Path, root: Path) -> tuple[dict[str, list], dict[str,
         if not isinstance(image, str) or not image:
             faults[line] = f"{line} names no image"
             captions[line] = []
-        elif leads_outside(image):
+        elif _files.leads_outside(image):
             expected = f"paths of images relative to the folder of {file}"
             raise unfit(expected, f"{image!r} in line {number}")
         else:

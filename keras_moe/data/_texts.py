@@ -1,7 +1,7 @@
 """Folders and files of texts, and the documentation of Python's standard library.
 
 PATH/**/name.txt            a document per file; also .md, .rst and .py
-PATH/**/name.jsonl          {"text": "..."}: a document per line
+PATH/**/name.jsonl          {"text": "..."}: a document per line; also .jsonl.gz
 PATH/split/...              the same with splits, if PATH has a folder "train"
 
 Without such folders, a tenth of the documents, drawn by their contents, is the split
@@ -14,30 +14,26 @@ share sentences. Copyright Python Software Foundation, PSF-2.0.
 
 import ast
 import functools
+import gzip
 import importlib
 import json
 import os
 import sysconfig
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from keras_moe._checks import check_one_of, unfit
-from keras_moe._files import read_text
+from keras_moe._files import open_regular, read_text
+from keras_moe.data import _files
 from keras_moe.data._examples import RecordExamples, RecordFile, as_stored
-from keras_moe.data._files import (
-    SPLITS,
-    files_below,
-    folders_in,
-    globbed,
-    held_out_split,
-)
 from keras_moe.data._packages import tf
 from keras_moe.data.reading import read_or_name
 
 _PLAIN = (".md", ".py", ".rst", ".txt")
-_LINES = ".jsonl"
+_LINES = (".jsonl", ".jsonl.gz")
 # Folders that are no documentation: tests, and what others installed.
 _OTHERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
 _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -49,19 +45,19 @@ def open_texts(path: str, split: str, data_dir: str | None = None) -> Iterator[s
         yield from of_split(python_documents(), split)
         return
     root = Path(path)
-    if root.is_dir() and "train" in folders_in(root):
-        check_one_of("split", split, folders_in(root))
-        yield from _documents(files_below(root / split, root), root / split)
+    if root.is_dir() and "train" in _files.folders_in(root):
+        check_one_of("split", split, _files.folders_in(root))
+        yield from _documents(_files.files_below(root / split, root), root / split)
         return
-    files = files_below(root, root) if root.is_dir() else globbed(path)
+    files = _files.files_below(root, root) if root.is_dir() else _files.globbed(path)
     yield from of_split(((text, text) for text in _documents(files, path)), split)
 
 
 def of_split(documents: Iterable[tuple[str, str]], split: str) -> Iterator[str]:
     """Yields the texts among (name, text) whose name is drawn for a split."""
-    check_one_of("split", split, SPLITS)
+    check_one_of("split", split, _files.SPLITS)
     for name, text in documents:
-        if split in ("all", held_out_split(name.encode())):
+        if split in ("all", _files.held_out_split(name.encode())):
             yield text
 
 
@@ -83,25 +79,32 @@ def record_texts(
 
 
 def _documents(files, place):
-    found, others = False, []
+    found, empty, others = False, [], []
     for file in files:
-        suffix = file.suffix.lower()
-        if suffix not in (*_PLAIN, _LINES):
-            others.append(file)
-        else:
-            texts = _lines(file) if suffix == _LINES else [_read(file)]
-            for text in texts:
-                # Empty documents, such as `__init__.py`, have no tokens.
+        name = file.name.lower()
+        if name.endswith((*_PLAIN, *_LINES)):
+            texts = _lines(file) if name.endswith(_LINES) else [_read(file)]
+            for number, text in enumerate(texts, start=1):
+                # Such as `__init__.py`: they have no tokens.
                 if text.strip():
                     found = True
                     yield text
+                else:
+                    empty.append(f"{file}, document {number}")
+        else:
+            others.append(file)
+    kinds = ", ".join((*_PLAIN, *_LINES))
     if not found:
-        expected = f"texts ({', '.join(_PLAIN)}, {_LINES}) in {place}"
-        raise unfit(expected, f"{len(files)} files without any")
+        raise unfit(f"texts ({kinds}) in {place}", f"{len(files)} files without any")
+    if empty:
+        warnings.warn(
+            f"{len(empty)} documents in {place} are empty, such as {empty[0]}",
+            stacklevel=2,
+        )
     if others:
         warnings.warn(
             f"{len(others)} files in {place} are not among its texts, such as "
-            f"{others[0]}: texts are {', '.join(_PLAIN)} and {_LINES}",
+            f"{others[0]}: texts are {kinds}",
             stacklevel=2,
         )
 
@@ -111,20 +114,30 @@ def _read(file):
         # The mark that some editors put first is no text.
         return read_text(file, encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise unfit("text in UTF-8", f"{file}: {error}") from error
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise unfit("text in UTF-8", f"{file}, line {line}: {error}") from error
 
 
 def _lines(file):
-    for number, line in enumerate(_read(file).split("\n"), start=1):
-        if not line.strip():
-            continue
+    """Yields the texts of a file, of which a line at a time is in memory."""
+    number, line = 0, b""
+    with open_regular(file) as stored:
+        is_packed = file.suffix.lower() == ".gz"
+        lines = gzip.GzipFile(fileobj=stored) if is_packed else stored
         try:
-            text = json.loads(line)["text"]
-            text.encode()
+            for number, line in enumerate(lines, start=1):
+                # With the mark that some editors put first.
+                decoded = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if decoded.strip():
+                    text = json.loads(decoded)["text"]
+                    text.encode()
+                    yield text
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            expected = "a whole file, compressed by gzip"
+            raise unfit(expected, f"{file}, behind line {number}: {error}") from error
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            expected = f'an object with "text" in each line of {file}'
+            expected = f'an object with "text" in UTF-8 in each line of {file}'
             raise unfit(expected, f"line {number}: {line[:80]!r}") from error
-        yield text
 
 
 @functools.cache

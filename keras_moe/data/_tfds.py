@@ -13,8 +13,7 @@ import numpy as np
 from keras_moe._checks import unfit
 from keras_moe._files import regular_file
 from keras_moe.data._captions import CaptionOptions, captioned_records
-from keras_moe.data._examples import Examples, RecordExamples, RecordFile
-from keras_moe.data._labels import Classes
+from keras_moe.data._examples import Classes, Examples, RecordExamples, RecordFile
 from keras_moe.data._packages import tf, tfds
 from keras_moe.data._texts import record_texts
 from keras_moe.data.reading import decode_image
@@ -77,7 +76,7 @@ def open_captioned(name: str, split: str, options: CaptionOptions) -> Examples |
             record, decoders={"image": tfds.decode.SkipDecoding()}
         )
         texts = example[key] if inner is None else example[key][inner]
-        return example["image"], {"captions": tf.reshape(texts, [-1])}
+        return example["image"], tf.reshape(texts, [-1])
 
     return captioned_records(
         _record_files(name, split, builder),

@@ -14,11 +14,6 @@ Only "classes" is needed. Without "counts" the records are counted. With caption
 
     {"features": {"image": "image/encoded", "captions": "image/captions"}}
 
-Stored tokens are rows of "max_length" integers, one after the other:
-
-    {"features": {"image": "image/encoded", "token_ids": "image/token_ids",
-                  "padding_mask": "image/padding_mask"}, "max_length": 64}
-
 Records of texts have a feature "text", or the name of `"text"` in "features".
 """
 
@@ -30,13 +25,13 @@ from typing import Any
 from keras_moe._checks import unfit
 from keras_moe.data._captions import CaptionOptions, captioned_records
 from keras_moe.data._examples import (
+    Classes,
     Examples,
     RecordExamples,
     RecordFile,
     record_offsets,
 )
 from keras_moe.data._files import files_of_split, matching_files, read_json
-from keras_moe.data._labels import Classes
 from keras_moe.data._packages import tf
 from keras_moe.data._texts import record_texts
 from keras_moe.data.reading import decode_image, read_or_name
@@ -48,8 +43,6 @@ FEATURES = {
     "image": "image/encoded",
     "label": "image/class/label",
     "captions": "image/captions",
-    "token_ids": "image/token_ids",
-    "padding_mask": "image/padding_mask",
     "text": "text",
 }
 _SCHEMA = {
@@ -57,7 +50,6 @@ _SCHEMA = {
     "features": dict.fromkeys(FEATURES, str),
     "first_label": range(-(2**31), 2**31),
     "max_labels": int,
-    "max_length": int,
     "counts": {str: int},
 }
 
@@ -108,33 +100,21 @@ def open_labelled(pattern: str, split: str, data_dir: str | None) -> RecordExamp
 def open_captioned(
     pattern: str, split: str, options: CaptionOptions
 ) -> Examples | None:
-    """Opens a split with captions or tokens; None if records have labels."""
+    """Opens a split with captions; None if records have labels."""
     settings = _settings(pattern)
     if "classes" in settings:
         return None
     names = settings["features"]
-    length = settings.get("max_length")
+    image, captions = names["image"], names["captions"]
     # For examples without captions the feature is missing or empty.
-    kinds = (
-        {"captions": "string"}
-        if length is None
-        else {"token_ids": "int64", "padding_mask": "int64"}
-    )
     features = {
-        names["image"]: tf.io.FixedLenFeature([], "string"),
-        **{names[key]: tf.io.VarLenFeature(dtype) for key, dtype in kinds.items()},
+        image: tf.io.FixedLenFeature([], "string"),
+        captions: tf.io.VarLenFeature("string"),
     }
 
     def parse(record):
         example = tf.io.parse_single_example(record, features)
-        texts = {key: example[names[key]].values for key in kinds}
-        if length is not None:
-            rows = {key: tf.reshape(x, [-1, length]) for key, x in texts.items()}
-            texts = {
-                "token_ids": tf.cast(rows["token_ids"], "int32"),
-                "padding_mask": rows["padding_mask"] > 0,
-            }
-        return example[names["image"]], texts
+        return example[image], example[captions].values
 
     files = _split_files(pattern, split, settings)
     return captioned_records(files, parse, decode_image, 3, options.every_caption)

@@ -17,14 +17,9 @@ import numpy as np
 
 from keras_moe._checks import unfit
 from keras_moe._files import open_regular
+from keras_moe.data import _files
 from keras_moe.data._captions import CAPTION_NAMES, CaptionOptions, captioned
 from keras_moe.data._examples import Examples
-from keras_moe.data._files import (
-    IMAGE_SUFFIXES,
-    files_of_split,
-    is_hidden,
-    leads_outside,
-)
 from keras_moe.data._packages import tf
 from keras_moe.data.reading import decode_image, read_or_name
 
@@ -49,7 +44,7 @@ class _Example(NamedTuple):
 
 def open_captioned(pattern: str, split: str, options: CaptionOptions) -> Examples:
     """Opens a split with captions; images stay in their files."""
-    files = files_of_split(f"webdataset:{pattern}", "*.tar", split)
+    files = _files.files_of_split(f"webdataset:{pattern}", "*.tar", split)
     file_of, examples = [], []
     for number, path in enumerate(files):
         about = path.stat()
@@ -110,14 +105,16 @@ def _read_index(path: Path, size: int, changed: int) -> list[_Example]:
                 for member in archive:
                     is_plain = member.isdir() or member.isreg()
                     is_plain = is_plain and not member.issparse()
-                    if leads_outside(member.name) or not is_plain:
+                    if _files.leads_outside(member.name) or not is_plain:
                         bad = member.name
                         break
                     end = member.offset_data + member.size
                     # A negative size would lead back to the same header.
                     if member.size < 0 or end > size:
                         raise tarfile.ReadError("unexpected end of data")
-                    hidden = any(map(is_hidden, PurePosixPath(member.name).parts))
+                    hidden = any(
+                        map(_files.is_hidden, PurePosixPath(member.name).parts)
+                    )
                     if member.isreg() and not hidden:
                         # The last dot separates example and suffix.
                         name = PurePosixPath(member.name)
@@ -152,7 +149,7 @@ def _example(
     path: Path, file: Any, key: str, parts: dict[str, list[_Member]]
 ) -> _Example | None:
     """Returns an example; None if it has neither image nor caption."""
-    images = [suffix for suffix in IMAGE_SUFFIXES for _ in parts.get(suffix, ())]
+    images = [suffix for suffix in _files.IMAGE_SUFFIXES for _ in parts.get(suffix, ())]
     texts = [suffix for suffix in _TEXTS for _ in parts.get(suffix, ())]
     if not images and not texts:
         return None
@@ -182,7 +179,7 @@ def _is_field(key: str, members: dict[str, dict]) -> bool:
     """Whether "a.mask" is no pair, but further fields of an example "a"."""
     words = key.split(".")
     owners = (".".join(words[:i]) for i in range(1, len(words)))
-    is_pair = {*members[key]} & {*IMAGE_SUFFIXES} and {*members[key]} & {*_TEXTS}
+    is_pair = {*members[key]} & {*_files.IMAGE_SUFFIXES} and {*members[key]} & {*_TEXTS}
     return not is_pair and any(
-        {*members.get(x, ())} & {*IMAGE_SUFFIXES} for x in owners
+        {*members.get(x, ())} & {*_files.IMAGE_SUFFIXES} for x in owners
     )

@@ -289,10 +289,8 @@ def _by_name(
     options = dict(item) if isinstance(item, dict) else {"name": item}
     name = options.pop("name", None)
     if name not in makers:
-        raise ValueError(
-            f"Expected an augmentation, one of {sorted(makers)}; received: "
-            f"augment={item!r} ({nearest(str(name), makers)})"
-        )
+        expected = f"an augmentation, one of {sorted(makers)}"
+        raise unfit(expected, f"augment={item!r} ({nearest(str(name), makers)})")
     try:
         return makers[name](**options)
     except TypeError as error:

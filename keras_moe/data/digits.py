@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 
 from keras_moe._checks import check_image_shape, check_one_of
-from keras_moe.data._examples import IndexedExamples, in_memory
-from keras_moe.data._labels import Classes
+from keras_moe.data._examples import Classes, IndexedExamples, in_memory
 from keras_moe.data._packages import extra
 
 CLASS_NAMES = tuple(map(str, range(10)))

@@ -14,10 +14,9 @@ from keras_moe.data._emoji_names import (
     split_of,
     subgroups,
 )
-from keras_moe.data._emoji_pictures import STYLES, pictures
-from keras_moe.data._examples import IndexedExamples, in_memory
+from keras_moe.data._emoji_pictures import pictures
+from keras_moe.data._examples import Classes, IndexedExamples, in_memory
 from keras_moe.data._files import SPLITS
-from keras_moe.data._labels import Classes
 
 _OPENMOJI = (
     "OpenMoji, the open-source emoji and icon project (openmoji.org), CC BY-SA 4.0"
@@ -25,7 +24,7 @@ _OPENMOJI = (
 EMOJI_CREDIT = f"Emoji: {_OPENMOJI}"
 # Side of labelled pictures: resizing them bilinearly to 32 pixels averages four pixels.
 _SIDE = 64
-_OPTIONS = ("style", "language", "size")
+_OPTIONS = ("language", "size")
 
 
 class EmojiPairs(NamedTuple):
@@ -53,7 +52,6 @@ class EmojiPairs(NamedTuple):
 def load_emoji(
     split: str,
     image_shape: tuple[int, int, int] = (32, 32, 3),
-    style: str = "openmoji",
     language: str = "en",
     seed: int = 0,
 ) -> EmojiPairs:
@@ -61,7 +59,7 @@ def load_emoji(
 
     An emoji is a base, such as a firefighter, with modifiers: gender, hair, direction,
     skin tones. A tenth of the concepts (emoji regardless of skin tone) is in
-    `"validation"`, a tenth in `"test"`, the same in every language and style.
+    `"validation"`, a tenth in `"test"`, the same in every language.
 
     Of emoji drawn alike (within 4 of 255 on average), only the one with the fewest
     modifiers is kept, so that no picture is in two splits. Pictures are cached below
@@ -72,8 +70,6 @@ def load_emoji(
     Args:
         split: `"train"`, `"validation"`, `"test"` or `"all"`.
         image_shape: (height, width, 3).
-        style: `"openmoji"`, or `"noto"`, which needs the Debian package
-            `fonts-noto-color-emoji` and lacks the newest emoji.
         language: one of ar, de, en, es, fa, fr, id, it, ja, ko, pt, ru, tr and zh.
         seed: seed of the splits; use the same one for all of them.
 
@@ -85,7 +81,6 @@ def load_emoji(
     ```
     """
     check_one_of("split", split, SPLITS)
-    check_one_of("style", style, STYLES)
     check_one_of("language", language, LANGUAGES)
     shape = check_image_shape(image_shape)
     if shape[-1] != 3:
@@ -93,7 +88,7 @@ def load_emoji(
     names = captions(language)
     # Of emoji drawn alike the first is kept.
     by_modifiers = sorted(all_emoji(), key=lambda one: len(one.parts.modifiers))
-    drawn = pictures(style, [one.text for one in by_modifiers], shape)
+    drawn = pictures([one.text for one in by_modifiers], shape)
     rows = {by_modifiers[i].text: row for row, i in enumerate(drawn["indices"])}
     chosen = [
         one
@@ -120,9 +115,8 @@ def find_classes(name: str, data_dir: str | None = None) -> Classes:
 
 def open_labelled(name: str, split: str, data_dir: str | None) -> IndexedExamples:
     """Opens a split of emoji labelled by subgroup."""
-    options = _source_options(name)
-    side = options.get("size", _SIDE)
-    pairs = load_emoji(split, (side, side, 3), options.get("style", STYLES[0]))
+    side = _source_options(name).get("size", _SIDE)
+    pairs = load_emoji(split, (side, side, 3))
     classes = find_classes(name)
     number = {subgroup: index for index, subgroup in enumerate(subgroups())}
     labels = np.asarray([number[subgroup] for subgroup in pairs.subgroups], "int32")
@@ -130,9 +124,7 @@ def open_labelled(name: str, split: str, data_dir: str | None) -> IndexedExample
 
 
 def credit(name: str) -> str:
-    if _source_options(name).get("style", STYLES[0]) == STYLES[0]:
-        return _OPENMOJI
-    return "Noto Color Emoji, Google, SIL Open Font License 1.1"
+    return _OPENMOJI
 
 
 def open_captioned(name: str, split: str, options: CaptionOptions) -> IndexedExamples:
@@ -145,10 +137,10 @@ def open_captioned(name: str, split: str, options: CaptionOptions) -> IndexedExa
 
 
 def _source_options(name: str) -> dict[str, Any]:
-    """Parses the options in a source's name, such as "noto,language=de,size=72"."""
+    """Parses the options in a source's name, such as "language=de,size=72"."""
     options: dict[str, Any] = {}
     for part in filter(None, name.split(",")):
         key, _, value = part.rpartition("=")
-        key = check_one_of("an option of emoji", key or "style", _OPTIONS)
+        key = check_one_of("an option of emoji", key or part, _OPTIONS)
         options[key] = int(value) if key == "size" else value
     return options

@@ -14,6 +14,7 @@ from keras_moe._checks import (
     check_one_of,
     unfit,
 )
+from keras_moe.data import _examples
 from keras_moe.data._captions import (
     CaptionOptions,
     batch_sizes,
@@ -23,10 +24,9 @@ from keras_moe.data._captions import (
     random_caption,
     stored_captions,
 )
-from keras_moe.data._examples import Examples, IndexedExamples, Share, as_stored
-from keras_moe.data._labels import Classes, make_labels
 from keras_moe.data._packages import tf
 from keras_moe.data._pipeline import BatchSettings, batches, feature_batches, no_targets
+from keras_moe.data._tokens import TokenRows
 from keras_moe.data.augmentation import build_steps
 from keras_moe.data.selection import UNREADABLE, left_out, without_captions
 from keras_moe.data.sources import open_captioned, open_source
@@ -50,7 +50,7 @@ class _Options:
             raise unfit(expected, repeat=self.repeat, start_batch=self.start_batch)
         check_one_of("unreadable", self.unreadable, UNREADABLE)
 
-    def share_of(self, batch_size: int) -> Share:
+    def share_of(self, batch_size: int) -> _examples.Share:
         """Returns the host's share of batches of this size."""
         index, count = self.shard
         check_integer("shard[1]", count)
@@ -58,7 +58,7 @@ class _Options:
         if batch_size % count:
             expected = "shards that divide the batch"
             raise unfit(expected, shard=self.shard, batch_size=batch_size)
-        return Share(index, count, batch_size // count)
+        return _examples.Share(index, count, batch_size // count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,7 +235,9 @@ def load(
     )
     examples = open_source(source, split, data_dir)
     dense = check_bool("one_hot", one_hot) or settings.mixes_labels
-    labels = make_labels(examples.classes or Classes(0), source, chosen, dense)
+    labels = _examples.make_labels(
+        examples.classes or _examples.Classes(0), source, chosen, dense
+    )
     excluded = left_out(examples, split, chosen.exclude, chosen.unreadable)
     return batches(examples.without(excluded), settings._replace(targets=labels))
 
@@ -326,9 +328,6 @@ def load_pairs(
 
 def _tokenized(dataset, tokenizer):
     """Returns (inputs, ids) of batches of images and texts."""
-    if tokenizer is not None and "captions" not in dataset.element_spec[1]:
-        expected = "tokenizer=None with stored tokens"
-        raise unfit(expected, f"tokenizer={tokenizer!r:.100}")
 
     def arranged(images, texts):
         texts = dict(texts)
@@ -419,7 +418,7 @@ def load_captions(
 
 def _open_pairs(
     source, split, options, data_dir, image_shape=(32, 32, 3)
-) -> list[Examples]:
+) -> list[_examples.Examples]:
     """Opens the sources of pairs; counts and captions need no image size."""
     asked = CaptionOptions(
         image_shape, options.captions == "all", options.templates, data_dir
@@ -427,7 +426,7 @@ def _open_pairs(
     return open_captioned(source, split, asked)
 
 
-def _pairs(examples, source, split, options) -> Examples:
+def _pairs(examples, source, split, options) -> _examples.Examples:
     """Returns the pairs of a source that are not left out."""
     exclude = options.exclude_of(examples.name, source)
     excluded = left_out(examples, split, exclude, options.unreadable)
@@ -437,7 +436,7 @@ def _pairs(examples, source, split, options) -> Examples:
 
 
 def load_rows(
-    rows: Mapping[str, Any],
+    rows: Any,
     batch_size: int,
     weights: Mapping[str, float] | None = None,
     *,
@@ -448,7 +447,7 @@ def load_rows(
     start_batch: int = 0,
     shard: tuple[int, int] = (0, 1),
 ) -> Any:
-    """Makes batches of rows in memory, as a `tf.data.Dataset`, for any backend.
+    """Makes batches of rows as a `tf.data.Dataset`, for any backend.
 
     Args:
         rows: dict of integer arrays of one length, such as `keras_moe.models.pack`
@@ -482,8 +481,9 @@ def load_rows(
             )
         sizes, sources = batch_sizes(weights, batch_size, shard[1]), rows
     datasets = [
-        feature_batches(
-            _in_memory_rows(sources[name], name),
+        _row_batches(
+            sources[name],
+            name or "the rows",
             # Sources of equal length have different orders.
             settings._replace(
                 share=options.share_of(size), seed=settings.seed + number
@@ -501,7 +501,9 @@ def load_rows(
     )
 
 
-def _in_memory_rows(rows, name):
+def _row_batches(rows, name, settings):
+    if isinstance(rows, TokenRows):
+        return rows.batches(name, settings)
     arrays = {key: np.asarray(value) for key, value in rows.items()}
     if len({len(array) for array in arrays.values()}) != 1:
         expected = "rows as a dict of arrays of one length"
@@ -513,11 +515,12 @@ def _in_memory_rows(rows, name):
             expected = f"{key} to be integers of 32 bits"
             raise unfit(expected, f"dtype={array.dtype}, up to {array.max(initial=0)}")
     tensors = {key: tf.constant(array) for key, array in arrays.items()}
-    return IndexedExamples(
+    examples = _examples.IndexedExamples(
         len(next(iter(arrays.values()))),
         lambda index: {
             key: tf.cast(tensor[index], "int32") for key, tensor in tensors.items()
         },
-        decode=as_stored,
-        name=name or "the rows",
+        decode=_examples.as_stored,
+        name=name,
     )
+    return feature_batches(examples, settings)

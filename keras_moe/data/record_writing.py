@@ -1,10 +1,11 @@
 """Writes the TFRecord files of a split, and their `dataset.json`."""
 
 import contextlib
+import functools
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,8 @@ from keras_moe.data._captions import checked_captions
 from keras_moe.data._packages import tf
 from keras_moe.data._tfrecord import FEATURES, SIDECAR, read_settings
 
-# The part of `dataset.json` that describes the records of this module.
 _LABELLED = {name: FEATURES[name] for name in ("image", "label")}
 _CAPTIONED = {name: FEATURES[name] for name in ("image", "captions")}
-_TOKENIZED = {name: FEATURES[name] for name in ("image", "token_ids", "padding_mask")}
 # Magic bytes of JPEG, PNG, GIF, BMP and WebP.
 _IMAGE_FILE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|BM|RIFF....WEBP", re.DOTALL)
 
@@ -28,21 +27,23 @@ def write_tfrecords(
     folder: str | os.PathLike,
     split: str,
     examples: Iterable[tuple[Any, Any]],
-    classes: Sequence[str] | int,
+    classes: Sequence[str] | int | None = None,
     *,
     num_files: int = 1,
 ) -> None:
-    """Writes images and labels as TFRecord files for `load("tfrecord:FOLDER", ...)`.
+    """Writes images with labels or captions as TFRecord files.
 
-    Call it once per split, with the same classes. Existing files are replaced only
-    after all new ones are written.
+    Call it once per split, with the same classes. `load("tfrecord:FOLDER", ...)` reads
+    labels, `load_pairs` captions. Existing files are replaced only after all new ones
+    are written.
 
     Args:
         folder: path of the folder; created if missing.
         split: name of the split; files are named `split-00000-of-00002.tfrecord` etc.
-        examples: iterable of (image, label or list of labels): bytes of a JPEG or PNG
-            file, or uint8 (height, width, 1 or 3); class numbers.
-        classes: names of the classes, or their number.
+        examples: iterable of images, bytes of a JPEG or PNG file or uint8 (height,
+            width, 1 or 3), each with its label or list of labels, class numbers; or
+            without `classes` with its caption or list of captions.
+        classes: names of the classes, or their number; None for captions.
         num_files: number of files, filled in turn.
 
     Example:
@@ -50,100 +51,59 @@ def write_tfrecords(
     ```python
     write_tfrecords("photos", "train", [(jpeg_bytes, [0, 2])], ["a", "b", "c"])
     batches = load("tfrecord:photos", "train", multi_label=True)
+    write_tfrecords("pairs", "train", [(jpeg_bytes, ["a cat", "a pet"])])
+    batches = load_pairs("tfrecord:pairs", "train", tokenizer=tokenizer)
     ```
     """
     folder = Path(folder)
+    before = read_settings(folder)
+    if classes is None:
+        settings: dict = {"features": _CAPTIONED}
+        texts = _captions
+    else:
+        names = classes if isinstance(classes, int) else list(classes)
+        settings = {"features": _LABELLED, "first_label": 0, "classes": names}
+        if "max_labels" in before:
+            settings["max_labels"] = before["max_labels"]
+        texts = functools.partial(_labels, folder, settings, not before)
+
+    def records():
+        for number, (image, text) in enumerate(examples):
+            values = texts(text, number)
+            yield {FEATURES["image"]: [_encoded_image(image, number)], **values}
+
+    _write_split(folder, split, num_files, records(), settings, before)
+
+
+def _captions(captions: Any, number: int) -> dict[str, list]:
+    captions, fault = checked_captions(captions)
+    if fault is not None:
+        raise unfit("captions of each image", f"example {number} has {fault}")
+    return {FEATURES["captions"]: [caption.encode() for caption in captions]}
+
+
+def _labels(
+    folder: Path, settings: dict, is_new: bool, labels: Any, number: int
+) -> dict[str, list]:
+    """The feature of labels, whose largest number is kept in `settings`."""
+    classes = settings["classes"]
     count = classes if isinstance(classes, int) else len(classes)
-    settings: dict[str, Any] = {
-        "features": _LABELLED,
-        "first_label": 0,
-        "classes": classes if isinstance(classes, int) else list(classes),
-    }
-    before = read_settings(folder)
-    if "max_labels" in before:
-        settings["max_labels"] = before["max_labels"]
-
-    def records():
-        for number, (image, labels) in enumerate(examples):
-            if not before and not number and not isinstance(labels, (int, np.integer)):
-                settings["max_labels"] = 1
-            is_list = "max_labels" in settings
-            try:
-                several: Any = labels if is_list else [labels]
-                values = [*map(operator.index, several)]
-            except TypeError:  # A list among numbers, or a number among lists.
-                values = [-1]
-            if not all(0 <= x < count for x in values):
-                raise ValueError(
-                    f"Expected labels of {count} classes, all of {folder} numbers or "
-                    f"lists; received: {labels!r} of example {number}"
-                )
-            if is_list:
-                settings["max_labels"] = max(settings["max_labels"], len(values))
-            yield {
-                FEATURES["image"]: [_encoded_image(image, number)],
-                FEATURES["label"]: values,
-            }
-
-    _write_split(folder, split, num_files, records(), settings, before)
-
-
-def write_pair_tfrecords(
-    folder: str | os.PathLike,
-    split: str,
-    pairs: Iterable[tuple[Any, Any]],
-    num_files: int = 1,
-    tokenizer: Callable[[Any], dict] | None = None,
-) -> None:
-    """Writes images and captions as TFRecord files for `load_pairs`.
-
-    Call it once per split. Existing files are replaced after all new ones are written.
-
-    Args:
-        folder: path of the folder; created if missing.
-        split: name of the split; files are named `split-00000-of-00002.tfrecord` etc.
-        pairs: iterable of (image, caption or list of captions): bytes of a JPEG or PNG
-            file, or uint8 (height, width, 1 or 3); strings.
-        num_files: number of files, filled in turn.
-        tokenizer: function from a list of strings to `"token_ids"` and
-            `"padding_mask"`, (captions, tokens), to store instead of the captions.
-
-    Example:
-
-    ```python
-    write_pair_tfrecords("photos", "train", [(jpeg_bytes, ["a cat", "a pet"])])
-    batches = load_pairs("tfrecord:photos", "train", tokenizer=tokenizer)
-    ```
-    """
-    folder = Path(folder)
-    settings: dict[str, object] = {"features": _CAPTIONED}
-    before = read_settings(folder)
-    if tokenizer is not None:
-        settings["features"] = _TOKENIZED
-        if "max_length" in before:
-            settings["max_length"] = before["max_length"]
-
-    def records():
-        for number, (image, captions) in enumerate(pairs):
-            captions, fault = checked_captions(captions)
-            if fault is not None:
-                raise unfit("captions of each image", f"pair {number} has {fault}")
-            texts = {FEATURES["captions"]: [caption.encode() for caption in captions]}
-            if tokenizer is not None:
-                tokens = tokenizer(list(captions))
-                names = ("token_ids", "padding_mask")
-                rows = {key: np.asarray(tokens[key], "int64") for key in names}
-                texts = {FEATURES[key]: x.ravel().tolist() for key, x in rows.items()}
-                length = settings.setdefault("max_length", rows["token_ids"].shape[-1])
-                if {x.shape for x in rows.values()} != {(len(captions), length)}:
-                    raise ValueError(
-                        f"Expected {length} tokens and a mask of them for each "
-                        f"caption; received: {[x.shape for x in rows.values()]} of "
-                        f"pair {number} with {len(captions)} captions"
-                    )
-            yield {FEATURES["image"]: [_encoded_image(image, number)], **texts}
-
-    _write_split(folder, split, num_files, records(), settings, before)
+    if is_new and not number and not isinstance(labels, (int, np.integer)):
+        settings["max_labels"] = 1
+    is_list = "max_labels" in settings
+    try:
+        several: Any = labels if is_list else [labels]
+        values = [*map(operator.index, several)]
+    except TypeError:  # A list among numbers, or a number among lists.
+        values = [-1]
+    if not all(0 <= x < count for x in values):
+        raise ValueError(
+            f"Expected labels of {count} classes, all of {folder} numbers or "
+            f"lists; received: {labels!r} of example {number}"
+        )
+    if is_list:
+        settings["max_labels"] = max(settings["max_labels"], len(values))
+    return {FEATURES["label"]: values}
 
 
 def _write_split(
@@ -151,14 +111,13 @@ def _write_split(
     split: str,
     num_files: int,
     records: Iterable[dict[str, list]],
-    settings: dict[str, Any],
-    before: dict[str, Any],
+    settings: dict,
+    before: dict,
 ) -> None:
     """Writes the files of a split and renames them after all are written."""
     if before:
         # A description by hand may leave out the usual names.
-        names = _TOKENIZED if "max_length" in before else _CAPTIONED
-        names = _LABELLED if "classes" in before else names
+        names = _LABELLED if "classes" in before else _CAPTIONED
         before = {**before, "features": {**names, **before.get("features", {})}}
     for name in ("classes", "features"):
         if before and before.get(name) != settings.get(name):

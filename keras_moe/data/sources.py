@@ -8,10 +8,12 @@ the colon in a source's name:
     open_captioned(name, split, options)    examples with captions, by `CaptionOptions`;
                                             None if this source only has labels
     open_texts(name, split, data_dir)       documents, as strings
+
+Folders of tokens, "tokens:PATH", are no kind of these: see `_tokens.py`.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from keras_moe._checks import nearest, unfit
@@ -59,9 +61,12 @@ def _find(source: object, function: str) -> tuple[Callable, str]:
         hint = nearest(kind, {**_ALONE, **_NAMED})
         if os.path.isdir(str(source)):
             hint = f"a folder of images is 'folder:{source}', of texts 'text:{source}'"
+        elif kind == "tokens":
+            hint = "tokens are read by language recipes alone"
         raise ValueError(
-            "Expected 'digits', 'emoji', 'emoji:noto', 'fashion_mnist', 'tfds:NAME', "
-            "'tfrecord:GLOB', 'folder:PATH', for captions 'webdataset:GLOB', or for "
+            "Expected 'digits', 'emoji', 'emoji:size=64', 'fashion_mnist', "
+            "'tfds:NAME', 'tfrecord:GLOB', 'folder:PATH', for captions "
+            "'webdataset:GLOB', or for "
             f"texts 'text:PATH' or 'python_docs'; received: source={source!r} ({hint})"
         )
     module = kinds[kind]
@@ -130,12 +135,18 @@ def load_texts(source: str, split: str, data_dir: str | None = None) -> tuple[st
     >>> any("is a generator" in text for text in load_texts("python_docs", "all"))
     True
     """
+    return tuple(read_texts(source, split, data_dir))
+
+
+def read_texts(source: str, split: str, data_dir: str | None = None) -> Iterator[str]:
+    """Yields the documents of `load_texts`, one at a time."""
     open_texts, name = _find(source, "open_texts")
-    texts = tuple(open_texts(name, split, data_dir))
-    if not texts:
+    text = None
+    for text in open_texts(name, split, data_dir):
+        yield text
+    if text is None:
         expected = "documents in the split"
         raise unfit(expected, f"none in source={source!r}, split={split!r}")
-    return texts
 
 
 def class_names(source: str, data_dir: str | None = None) -> tuple[str, ...] | None:

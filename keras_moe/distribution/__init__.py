@@ -7,15 +7,7 @@ from keras_moe.distribution.costs import Costs, costs
 from keras_moe.distribution.layouts import Layouts, layouts
 
 __all__ = [
-    "CHIPS",
-    "Chip",
-    "CompiledCosts",
-    "Costs",
-    "Layouts",
-    "auto",
-    "compiled_costs",
-    "costs",
-    "gathered",
-    "layouts",
-]
+    "CHIPS", "Chip", "CompiledCosts", "Costs", "Layouts", "auto", "compiled_costs",
+    "costs", "gathered", "layouts",
+]  # fmt: skip
 __dir__ = __all__.copy

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from keras_moe.ops._row_blocks import FURTHER_ROUNDS
+
 # Parts of a model by what the names of their operations contain, the first that fits.
 PARTS = {
     "experts": "/experts/|/moe/(hidden|output)/",
@@ -17,6 +19,7 @@ PARTS = {
 }
 COLLECTIVES = (
     "all-to-all",
+    "ragged-all-to-all",
     "all-reduce",
     "all-gather",
     "reduce-scatter",
@@ -169,10 +172,10 @@ class Program:
                 # The operations of a fusion are in its own cycles.
                 if match[3] == "fusion":
                     continue
-                trips = self._trips(line) or 1
+                trips = self._trips(line)
                 for role, called in CALLED.findall(line):
-                    runs = trips if role == "body" else 1
-                    if called in self._computations:
+                    runs = 1 if role != "body" or trips is None else trips
+                    if runs and called in self._computations:
                         waiting.append((called, times * runs))
                 if branches := BRANCHES.findall(line):
                     waiting.append((self._longest_branch(branches), times))
@@ -189,6 +192,8 @@ class Program:
 
     def _trips(self, line):
         """Rounds of a loop, if the compiler or its condition tells them."""
+        if FURTHER_ROUNDS in line:
+            return 0
         if trips := TRIPS.search(line):
             return int(trips[1])
         condition = dict(CALLED.findall(line)).get("condition")

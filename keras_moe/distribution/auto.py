@@ -6,6 +6,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_moe import _processes
+from keras_moe._checks import unfit
 from keras_moe.distribution.layouts import EXPERT, REPLICA, layouts
 
 INSTEAD = {
@@ -33,11 +35,12 @@ def auto(
 
     The batch is split over all devices (groups of `model_parallel` devices share an
     image), and experts are split over the same axis: attention is data-parallel, and
-    tokens travel to their experts and back by all-to-all. That needs a capacity and
+    tokens travel to their experts and back by all-to-all. With a capacity that needs
     whole groups on each device, so make the number of groups a multiple of the number
-    of devices. Without a capacity (`dropless=True`, and token choice at inference) the
-    results are the same, but every device gathers the experts; with too few groups it
-    gathers the tokens. muMoE blocks are not split.
+    of devices; with too few, results are the same, but every device gathers the tokens.
+    Without a capacity (`dropless=True`, and token choice at inference) a device takes
+    1.25 times its share of tokens at once, in as many rounds as the busiest one needs.
+    muMoE blocks are not split.
 
     Args:
         model_or_preset: preset name or folder, or a model, as in
@@ -67,13 +70,11 @@ def auto(
     ...     )
     ...     keras.distribution.set_distribution(None)
     """
-    backend = keras.backend.backend()
-    if backend != "jax":
-        raise ValueError(
-            "Expected the JAX backend, the only one on which Keras splits models. On "
-            f"this one, {INSTEAD.get(backend, 'use one device')}; "
-            f"received: backend={backend!r}"
-        )
+    if _processes.splitting_backend() is None:
+        backend = keras.backend.backend()
+        expected = "the JAX backend, the only one on which Keras splits models. On this"
+        instead = INSTEAD.get(backend, "use one device")
+        raise unfit(f"{expected} one, {instead}", backend=backend)
     devices = keras.distribution.list_devices() if devices is None else list(devices)
     rules = layouts(
         model_or_preset,

@@ -360,10 +360,8 @@ def _check_trained(own, model):
         {x.path for x in each.trainable_variables} for each in (own or model, model)
     ]
     if different := trained[0] ^ trained[1]:
-        raise ValueError(
-            "Expected a model as its config describes it; received: one with other "
-            f"weights to train, such as {min(different)}"
-        )
+        others = f"one with other weights to train, such as {min(different)}"
+        raise unfit("a model as its config describes it", others)
 
 
 def _sending_seconds(transfers, chip, num_chips, devices_per_chip):
@@ -371,7 +369,7 @@ def _sending_seconds(transfers, chip, num_chips, devices_per_chip):
     seconds = 0.0
     for kind, group, times, size in transfers:
         rate = chip.bandwidth
-        if kind == "all-to-all":
+        if kind.endswith("all-to-all"):
             chips = math.ceil(group / devices_per_chip) or num_chips
             rate = chip.all_to_all_bandwidth(chips, num_chips)
         # A ring sends the data of an all-reduce twice.

@@ -16,6 +16,7 @@ from keras_moe._tables import numbers_table
 from keras_moe.distribution.chips import CHIPS, Chip
 from keras_moe.distribution.layouts import BATCH, MODEL, layouts_of_blocks, split_parts
 from keras_moe.models.loading.blueprint import resolve
+from keras_moe.ops._row_blocks import rows_per_round
 from keras_moe.ops.cost import under
 
 # Adafactor factors the moment of a weight whose two largest axes reach this length.
@@ -171,8 +172,9 @@ def costs(
 
     Traffic: tokens travel to experts and back, again in the backward pass, and once
     more with `rematerialize`. With experts split over n devices, a device sends (n - 1)
-    / n of its slots; an all-reduce of gradients (in `dtype`, those of routers and norms
-    in float32) over n devices sends 2 (n - 1) / n of their bytes.
+    / n of its slots, or of its tokens' choices without a capacity; an all-reduce of
+    gradients (in `dtype`, those of routers and norms in float32) over n devices sends
+    2 (n - 1) / n of their bytes.
 
     Time: forward FLOPs as counted by `describe`, times three (blocks: times four with
     `rematerialize`), at `utilization` of the peak; traffic at the links' bandwidth
@@ -234,6 +236,7 @@ def costs(
         batch_size,
     )
     on_tpus = chip.torus > 0 and dtype == "bfloat16"
+    weights = _device_weights(towers, model, layouts, OPTIMIZERS[optimizer], itemsize)
     shares = [
         _BlockShare(
             block,
@@ -243,12 +246,12 @@ def costs(
             sum(sequences),
             tower.hidden_dim,
             model_parallel,
+            weights.expert_devices,
             itemsize,
         )
         for tower, block, sequences in blocks
     ]
     rematerialize = any(block.rematerialize for _, block, _ in blocks)
-    weights = _device_weights(towers, model, layouts, OPTIMIZERS[optimizer], itemsize)
     memory = _memory(weights, optimizer, shares, rematerialize, on_tpus)
     traffic = _traffic(shares, weights, model_parallel, rematerialize)
     flops = _flops(blocks, model, texts, rematerialize) * batch_size / num_devices
@@ -303,7 +306,7 @@ def _traffic(shares, weights, model_parallel, rematerialize):
     # Forward, backward, and forward again if rematerialised.
     passes = 3 if rematerialize else 2
     # To the experts and back.
-    dispatched = sum(share.slots * share.dim * share.itemsize for share in shares)
+    dispatched = sum(share.sent_rows * share.dim * share.itemsize for share in shares)
     sent = 2 * passes * dispatched
     summed = sum(share.model_parallel_bytes() for share in shares)
     devices = weights.expert_devices
@@ -390,6 +393,7 @@ class _BlockShare(NamedTuple):
     grouped: int
     dim: int
     model_parallel: int
+    expert_devices: int
     itemsize: int
 
     @property
@@ -397,8 +401,8 @@ class _BlockShare(NamedTuple):
         return self.examples * sum(self.sequences)
 
     @property
-    def slots(self) -> int:
-        """Expert slots for the device's tokens while training."""
+    def sent_rows(self) -> int:
+        """Slots for the device's tokens in training, or choices without a capacity."""
         moe = self.block.feed_forward
         if "experts" not in dict(split_parts(self.block)):
             return 0
@@ -411,12 +415,14 @@ class _BlockShare(NamedTuple):
         # Images together with their texts.
         size *= examples
         capacity = router.group_capacity(size, True)
-        if capacity is None and self.examples < self.batch_size:
-            raise ValueError(
-                "Expected experts with a capacity, since without one every device runs "
-                "all rows; received: dropless=True, "
-                f"{self.batch_size // self.examples} devices share the batch"
-            )
+        if capacity is None:
+            if not moe.experts.is_plain(True) and self.examples < self.batch_size:
+                raise ValueError(
+                    "Expected a capacity for experts with dropout or an activation "
+                    "layer, since without one every device runs all rows; received: "
+                    "dropless=True"
+                )
+            return router.total_slots(self.tokens)
         num_groups, rest = divmod(self.tokens, size)
         if rest:
             raise ValueError(
@@ -424,9 +430,17 @@ class _BlockShare(NamedTuple):
                 f"received: batch_size={self.batch_size}, {self.examples} examples on "
                 f"each device, groups of {examples}"
             )
-        if capacity is None:
-            return num_groups * router.total_slots(size)
         return num_groups * moe.experts.num_experts * capacity
+
+    @property
+    def slots(self) -> int:
+        """Slots of the device's experts, or the rows that they take at a time."""
+        router = self.block.feed_forward.router if self.sent_rows else None
+        if router is None or router.groups_per_example(True):
+            return self.sent_rows
+        if router.group_capacity(self.tokens, True) is not None:
+            return self.sent_rows
+        return rows_per_round(self.sent_rows, self.expert_devices)
 
     def _fitting(self):
         """What would give each device whole groups."""
@@ -470,4 +484,6 @@ class _BlockShare(NamedTuple):
 
     def model_parallel_bytes(self) -> int:
         """Bytes of token mixer and MLP outputs that tensor parallelism all-reduces."""
-        return (self.tokens + (self.slots or self.tokens)) * self.dim * self.itemsize
+        return (
+            (self.tokens + (self.sent_rows or self.tokens)) * self.dim * self.itemsize
+        )

@@ -52,10 +52,8 @@ def check_labels(
     labels = to_numpy(labels)
     fits = labels.ndim == 1 and labels.size and length in (None, len(labels))
     if not fits or labels.dtype.kind not in "iu":
-        raise ValueError(
-            f"Expected {name}, integers of shape ({length or 'examples'},); received: "
-            f"shape={labels.shape}, dtype={labels.dtype}"
-        )
+        expected = f"{name}, integers of shape ({length or 'examples'},)"
+        raise unfit(expected, f"shape={labels.shape}, dtype={labels.dtype}")
     highest = np.inf if num_classes is None else num_classes - 1
     outside = labels[(labels < 0) | (labels > highest)]
     if outside.size:

@@ -198,14 +198,15 @@ def extract_features(
             output = predict_batch(model, images, size)
         else:
             output = model(images)
-        features.append(to_numpy(output))
+        features.append(keras.tree.map_structure(to_numpy, output))
         labels.append(to_numpy(batch_labels))
         progress.update(len(labels))
     if not labels:
         raise ValueError("Expected at least one image; received: none")
     if num_batches is None:
         progress.update(len(labels), finalize=True)
-    return np.concatenate(features), np.concatenate(labels)
+    whole: Any = keras.tree.map_structure(lambda *x: np.concatenate(x), *features)
+    return whole, np.concatenate(labels)
 
 
 def linear_probe(
@@ -260,10 +261,9 @@ def few_shot_accuracies(
     test_features: ArrayLike,
     test_labels: ArrayLike,
     num_classes: int,
-    l2s: ArrayLike = L2S,
+    l2s: np.ndarray | Sequence[float] = L2S,
 ) -> np.ndarray:
     """Returns test accuracies (L,) of ridge regression on all training examples."""
-    l2s = check_l2s(l2s)
     mean, std, left, eigs, right = _decompose(train_features, train_labels, num_classes)
     test_features = check_features("test_features", test_features, mean.size)
     test_labels = check_labels(

@@ -11,17 +11,8 @@ from typing import Any
 import keras
 from keras import ops, tree
 
+from keras_moe import _compat
 from keras_moe._checks import argument_values
-from keras_moe._compat import (
-    AutocastScope,
-    clear_losses,
-    flatten_layers,
-    get_autocast_scope,
-    get_keras_mask,
-    has_hooks,
-    own_variables,
-    passes_arguments,
-)
 from keras_moe._freezing import KeepsFrozen
 from keras_moe._types import Initializer, Tensor
 from keras_moe.layers import activations
@@ -108,9 +99,12 @@ def inner_call(
         args = tuple(_cast(layer, value) for value in args)
         kwargs = {name: _cast(layer, value) for name, value in kwargs.items()}
     # Mixed precision reads variables in the layer's dtype.
-    if get_autocast_scope() is None and layer.compute_dtype == layer.variable_dtype:
+    if (
+        _compat.get_autocast_scope() is None
+        and layer.compute_dtype == layer.variable_dtype
+    ):
         return layer.call(x, *args, **kwargs)
-    with AutocastScope(layer.compute_dtype if layer.autocast else None):
+    with _compat.AutocastScope(layer.compute_dtype if layer.autocast else None):
         return layer.call(x, *args, **kwargs)
 
 
@@ -119,14 +113,14 @@ def _is_all(layer, x, kwargs):
     return (
         layer.built
         and ops.is_tensor(x)
-        and get_keras_mask(x) is None
+        and _compat.get_keras_mask(x) is None
         and type(layer).__call__ is keras.layers.Layer.__call__
         and type(layer).forward is keras.layers.Layer.forward
         and layer.quantization_mode is None
         and layer.activity_regularizer is None
-        and passes_arguments(layer, kwargs)
+        and _compat.passes_arguments(layer, kwargs)
         and keras.distribution.distribution() is None
-        and not has_hooks(layer)
+        and not _compat.has_hooks(layer)
     )
 
 
@@ -197,7 +191,7 @@ def rematerialized(
     seeds = [v for v in layer.variables if _is_seed(v)]
     state = _state(layer)
     # Uncast weights, since each sublayer casts them by its own policy.
-    with AutocastScope(None):
+    with _compat.AutocastScope(None):
         # Seeds and statistics are copied, because PyTorch changes them in place.
         values = [v.value * 1 if id(v) in state else v.value for v in weights]
         values += [v.value * 1 for v in seeds]
@@ -212,7 +206,7 @@ def rematerialized(
             outputs = function(*inputs)
             losses = list(scope.losses)
             # Sublayers remember losses by id, which later tensors may reuse.
-            clear_losses(layer)
+            _compat.clear_losses(layer)
         # State that changes without gradients, such as batch statistics.
         structure["changed"] = [
             v
@@ -249,8 +243,8 @@ def _state(layer):
     """Ids of float variables that change without gradients: batch statistics."""
     return {
         id(v)
-        for sublayer in flatten_layers(layer)
-        for v in own_variables(sublayer, trainable=False)
+        for sublayer in _compat.flatten_layers(layer)
+        for v in _compat.own_variables(sublayer, trainable=False)
         if "float" in v.dtype
     }
 

@@ -9,25 +9,10 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe._checks import (
-    check_bool,
-    check_dropout,
-    check_initializer,
-    check_integer,
-    check_mask,
-    check_one_of,
-    check_seed,
-    unfit,
-)
+from keras_moe import _checks
 from keras_moe._compat import get_keras_mask
 from keras_moe._types import Config, Initializer, Tensor
-from keras_moe.layers._layer import (
-    Layer,
-    dropped_out,
-    inner_call,
-    layer_argument,
-    projection,
-)
+from keras_moe.layers import _layer
 from keras_moe.layers.normalization import NORMS, norm_layer
 from keras_moe.ops._nn import attend, has_float16_attention, has_own_attention
 from keras_moe.ops.cost import Cost, under
@@ -88,7 +73,7 @@ class CausalMask(keras.layers.Layer):
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class Attention(Layer):
+class Attention(_layer.Layer):
     """Multi-head attention, initialised as in ViT.
 
     It is self-attention, or cross-attention to a `context`. Queries in groups share the
@@ -166,34 +151,34 @@ class Attention(Layer):
         kwargs.setdefault("name", "attention")
         super().__init__(**kwargs)
         self.supports_masking = True
-        self.num_heads = check_integer("num_heads", num_heads)
-        self.key_dim = check_integer("key_dim", key_dim)
+        self.num_heads = _checks.check_integer("num_heads", num_heads)
+        self.key_dim = _checks.check_integer("key_dim", key_dim)
         self.num_key_value_heads = check_key_value_heads(num_key_value_heads, num_heads)
         self.positions = None
         if positions is not None:
-            self.positions = layer_argument(positions, "positions")
+            self.positions = _layer.layer_argument(positions, "positions")
             self.positions.supports_masking = True
-        self.query_key_norm = check_one_of(
+        self.query_key_norm = _checks.check_one_of(
             "query_key_norm", query_key_norm, (None, *NORMS)
         )
-        self.query_key_norm_bias = check_bool(
+        self.query_key_norm_bias = _checks.check_bool(
             "query_key_norm_bias", query_key_norm_bias
         )
         if query_key_norm_bias and query_key_norm is None:
             expected = "query_key_norm_bias=False for layers without query_key_norm"
-            raise unfit(expected, "query_key_norm_bias=True")
-        self.causal = check_bool("causal", causal)
+            raise _checks.unfit(expected, "query_key_norm_bias=True")
+        self.causal = _checks.check_bool("causal", causal)
         self.layer_norm_epsilon = layer_norm_epsilon
-        self.dropout = check_dropout("dropout", dropout)
-        self.use_bias = check_bool("use_bias", use_bias)
-        self.key_bias = check_bool("key_bias", key_bias)
-        self.sinks = check_bool("sinks", sinks)
-        self.seed = check_seed("seed", seed)
+        self.dropout = _checks.check_dropout("dropout", dropout)
+        self.use_bias = _checks.check_bool("use_bias", use_bias)
+        self.key_bias = _checks.check_bool("key_bias", key_bias)
+        self.sinks = _checks.check_bool("sinks", sinks)
+        self.seed = _checks.check_seed("seed", seed)
         if kernel_initializer is None:
             # Keras would count the heads of a kernel as a receptive field.
             limit = math.sqrt(3.0 / (num_heads * key_dim))
             kernel_initializer = keras.initializers.RandomUniform(-limit, limit)
-        self.kernel_initializer = check_initializer(
+        self.kernel_initializer = _checks.check_initializer(
             "kernel_initializer", kernel_initializer
         )
         self.dropout_layer = keras.layers.Dropout(
@@ -234,7 +219,7 @@ class Attention(Layer):
             )
 
     def _dense(self, name, equation, bias_axes, inputs, outputs, has_bias=True):
-        dense = projection(
+        dense = _layer.projection(
             self,
             keras.layers.EinsumDense,
             name,
@@ -259,14 +244,14 @@ class Attention(Layer):
         training: bool | None = None,
     ) -> Any:
         context = tokens if context is None else context
-        query = inner_call(self.query_dense, tokens)
-        key = inner_call(self.key_dense, context)
+        query = _layer.inner_call(self.query_dense, tokens)
+        key = _layer.inner_call(self.key_dense, context)
         if self.query_key_norm is not None:
-            query = inner_call(self.query_norm, query)
-            key = inner_call(self.key_norm, key)
+            query = _layer.inner_call(self.query_norm, query)
+            key = _layer.inner_call(self.key_norm, key)
         if self.positions is not None:
             query, key = (self.positions(x, positions=positions) for x in (query, key))
-        value = inner_call(self.value_dense, context)
+        value = _layer.inner_call(self.value_dense, context)
         if cache is not None:
             key, value = (
                 ops.slice_update(old, (0, start, 0, 0), ops.cast(new, old.dtype))
@@ -277,11 +262,11 @@ class Attention(Layer):
             mask = get_keras_mask(context)
         batch, num_queries, num_keys = query.shape[0], query.shape[1], key.shape[1]
         pairs = (batch, num_queries, num_keys)
-        mask = check_mask("mask", mask, (batch, num_keys), pairs)
+        mask = _checks.check_mask("mask", mask, (batch, num_keys), pairs)
         by_pair = mask is not None and len(mask.shape) == 3
         mask = self._pairs(query, key, mask, start)
         attended = self._attend(query, key, value, mask, by_pair, training)
-        outputs = inner_call(self.output_dense, attended)
+        outputs = _layer.inner_call(self.output_dense, attended)
         return outputs if cache is None else (outputs, (key, value))
 
     def _pairs(self, query, key, mask, start):
@@ -328,7 +313,7 @@ class Attention(Layer):
         if mask is not None:
             logits = ops.where(ops.expand_dims(mask, (1, 2)), logits, -1e30)
         weights = ops.cast(self._weights_of(logits), value.dtype)
-        weights = dropped_out(self.dropout_layer, weights, training)
+        weights = _layer.dropped_out(self.dropout_layer, weights, training)
         outputs = ops.einsum("bkgnm,bmkd->bnkgd", weights, value)
         outputs = ops.cast(outputs, self.compute_dtype)
         return ops.reshape(outputs, (-1, num_queries, self.num_heads, self.key_dim))
@@ -381,7 +366,7 @@ class Attention(Layer):
 def check_key_value_heads(num_key_value_heads: int | None, num_heads: int) -> int:
     """Returns the number of heads of keys and values, which divides `num_heads`."""
     heads = num_heads if num_key_value_heads is None else num_key_value_heads
-    if num_heads % check_integer("num_key_value_heads", heads):
+    if num_heads % _checks.check_integer("num_key_value_heads", heads):
         expected = f"num_key_value_heads to divide num_heads={num_heads}"
-        raise unfit(expected, num_key_value_heads=num_key_value_heads)
+        raise _checks.unfit(expected, num_key_value_heads=num_key_value_heads)
     return heads

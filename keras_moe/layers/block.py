@@ -13,14 +13,7 @@ from keras import ops
 from keras_moe._checks import check_bool, check_dropout, check_positive, check_seed
 from keras_moe._compat import get_keras_mask
 from keras_moe._types import Config, Tensor
-from keras_moe.layers._layer import (
-    Layer,
-    build_once,
-    dropped_out,
-    inner_call,
-    layer_argument,
-    rematerialized,
-)
+from keras_moe.layers import _layer
 from keras_moe.layers.normalization import norm_layer
 
 # Added to a block's seed for stochastic depth, so that dropout and depth draw
@@ -29,7 +22,7 @@ _DEPTH_SEED = 1_000_003
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class LayerScale(Layer):
+class LayerScale(_layer.Layer):
     """Multiplies each channel by a learned factor.
 
     Args:
@@ -67,7 +60,7 @@ class LayerScale(Layer):
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class Block(Layer):
+class Block(_layer.Layer):
     """Pre-norm block: token mixer and feed-forward layer, each with a residual.
 
     Args:
@@ -129,10 +122,10 @@ class Block(Layer):
         # Tokens are cast in `call`; an MoE block's `previous_logits` stay float32.
         super().__init__(autocast=False, **kwargs)
         self.supports_masking = True
-        self.token_mixer = layer_argument(token_mixer, "token_mixer")
+        self.token_mixer = _layer.layer_argument(token_mixer, "token_mixer")
         # Mixers of experts also return a routing record.
         self.mixes_by_experts = hasattr(self.token_mixer, "router")
-        self.feed_forward = layer_argument(feed_forward, "feed_forward")
+        self.feed_forward = _layer.layer_argument(feed_forward, "feed_forward")
         self.dropout = check_dropout("dropout", dropout)
         self.layer_norm_epsilon = layer_norm_epsilon
         self.seed = check_seed("seed", seed)
@@ -169,18 +162,18 @@ class Block(Layer):
 
     def build(self, input_shape):
         for part in self.parts(input_shape):
-            build_once(part, input_shape)
+            _layer.build_once(part, input_shape)
 
     def _mix(self, tokens, training, mask, boundaries, arguments):
         """Mixes the tokens; also returns the mixer's record or cache, if any."""
-        x, records = inner_call(self.mixer_norm, tokens), ()
+        x, records = _layer.inner_call(self.mixer_norm, tokens), ()
         if boundaries:
             x = self._mix_runs(x, training, mask, boundaries)
         else:
             arguments = {**_present(mask=mask), **(arguments or {})}
-            x = inner_call(self.token_mixer, x, training=training, **arguments)
+            x = _layer.inner_call(self.token_mixer, x, training=training, **arguments)
             x, *records = x if isinstance(x, tuple) else (x,)
-        x = dropped_out(self.dropout_layer, x, training)
+        x = _layer.dropped_out(self.dropout_layer, x, training)
         tokens = self._residual(tokens, x, self.mixer_scale, training)
         return tokens, tuple(records)
 
@@ -188,8 +181,8 @@ class Block(Layer):
         # The branch's policy may be another.
         branch = ops.cast(branch, tokens.dtype)
         if scale is not None:
-            branch = inner_call(scale, branch)
-        return tokens + dropped_out(self.depth_layer, branch, training)
+            branch = _layer.inner_call(scale, branch)
+        return tokens + _layer.dropped_out(self.depth_layer, branch, training)
 
     def _mix_runs(self, tokens, training, mask, boundaries):
         ends = (0, *boundaries, tokens.shape[1] or float("inf"))
@@ -206,7 +199,7 @@ class Block(Layer):
             if mask is not None:
                 arguments["mask"] = ops.reshape(mask, (-1, length))
             runs = ops.reshape(tokens, (-1, length, dim))
-            runs = inner_call(self.token_mixer, runs, **arguments)
+            runs = _layer.inner_call(self.token_mixer, runs, **arguments)
             return ops.reshape(runs, (-1, tokens.shape[1], dim))
         # Slices: TensorFlow cannot split an axis of unknown size, as in exported texts.
         mixed = []
@@ -214,7 +207,7 @@ class Block(Layer):
             arguments = {} if mask is None else {"mask": mask[:, start:end]}
             arguments["training"] = training
             run = tokens[:, start:end]
-            mixed.append(inner_call(self.token_mixer, run, **arguments))
+            mixed.append(_layer.inner_call(self.token_mixer, run, **arguments))
         return ops.concatenate(mixed, axis=1)
 
     def call(
@@ -238,11 +231,11 @@ class Block(Layer):
             )
             x = tokens
             if self.feed_forward_norm is not None:
-                x = inner_call(self.feed_forward_norm, x)
+                x = _layer.inner_call(self.feed_forward_norm, x)
             if self.steering is not None:
                 x = x + ops.cast(self.steering, x.dtype)
             residual = _present(previous_logits=previous_logits)
-            x = inner_call(
+            x = _layer.inner_call(
                 self.feed_forward, x, training=training, **arguments, **residual
             )
             x, *records = x if isinstance(x, tuple) else (x,)
@@ -252,7 +245,7 @@ class Block(Layer):
         tokens, *previous_logits = inputs
         inputs = ops.cast(tokens, self.compute_dtype), *previous_logits
         if self.rematerialize and training:
-            return rematerialized(self, run, *inputs)
+            return _layer.rematerialized(self, run, *inputs)
         return run(*inputs)
 
     def parts(self, shape: tuple) -> dict[Any, tuple]:

@@ -12,23 +12,24 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_moe import _checks
 from keras_moe._backends import host_memory
-from keras_moe._checks import (
-    check_bool,
-    check_dropout,
-    check_integer,
-    check_seed,
-    fits_shape,
-    unfit,
-)
 from keras_moe._compat import stored_dataset, unlocked
 from keras_moe._types import Activation, Initializer, Tensor
 from keras_moe.layers import activations
 from keras_moe.layers._layer import Layer
 from keras_moe.ops._initializers import PerExpert
+from keras_moe.ops._primitives import on_several_devices
+from keras_moe.ops._row_blocks import in_blocks
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.expert_types import expert_types
-from keras_moe.ops.grouped import grouped_matmul, grouped_mlp, row_experts
+from keras_moe.ops.grouped import (
+    grouped_matmul,
+    grouped_mlp,
+    grouped_mlp_on_devices,
+    row_experts,
+    split_of,
+)
 
 
 def with_layout(x: Any, path: str) -> Any:
@@ -42,6 +43,12 @@ def with_layout(x: Any, path: str) -> Any:
     if any(size % sizes[axis] for size, axis in zip(x.shape, layout.axes)):
         return x
     return keras.distribution.distribute_tensor(x, layout)
+
+
+def by_device(plan: Any, experts: Any, training: bool | None) -> Any:
+    """A plan without a capacity in blocks of rows if experts take each device's."""
+    split = experts.row_split(training) if isinstance(experts, Experts) else None
+    return plan if split is None else in_blocks(plan, split.num_blocks)
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -65,8 +72,10 @@ class Experts(Layer):
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
-        inputs: slots (G, E, C, D), or rows (R, D) sorted by expert.
-        group_sizes: int32 (E,), rows per expert, the rest is padding; None for slots.
+        inputs: slots (G, E, C, D), or rows (R, D) sorted by expert; on several devices
+            those of each, (P, R, D).
+        group_sizes: int32 (E,), rows per expert, the rest is padding, or (P, E); None
+            for slots.
         training: whether dropout applies.
 
     Reference: *Routers in Vision Mixture of Experts*, equation 1; *GLU Variants Improve
@@ -96,16 +105,16 @@ class Experts(Layer):
     ):
         super().__init__(**kwargs)
         self.activation = activations.get(activation)
-        self.num_experts = check_integer("num_experts", num_experts)
-        self.mlp_dim = check_integer("mlp_dim", mlp_dim)
-        self.dropout = check_dropout("dropout", dropout)
-        self.shared_initialization = check_bool(
+        self.num_experts = _checks.check_integer("num_experts", num_experts)
+        self.mlp_dim = _checks.check_integer("mlp_dim", mlp_dim)
+        self.dropout = _checks.check_dropout("dropout", dropout)
+        self.shared_initialization = _checks.check_bool(
             "shared_initialization", shared_initialization
         )
-        self.gated = check_bool("gated", gated)
-        self.use_bias = check_bool("use_bias", use_bias)
-        self.seed = check_seed("seed", seed)
-        self.lora_rank = check_integer("lora_rank", lora_rank, optional=True)
+        self.gated = _checks.check_bool("gated", gated)
+        self.use_bias = _checks.check_bool("use_bias", use_bias)
+        self.seed = _checks.check_seed("seed", seed)
+        self.lora_rank = _checks.check_integer("lora_rank", lora_rank, optional=True)
         self.lora_alpha = lora_alpha
         self.lora_enabled = False
         # Not a Dropout layer: `Model.quantize` skips layers that contain layers.
@@ -164,25 +173,42 @@ class Experts(Layer):
 
     def _check(self, inputs, group_sizes):
         shape, number = tuple(inputs.shape), self.num_experts
-        expected = (None, number, None, None) if group_sizes is None else (None, None)
-        if not fits_shape(shape, expected):
+        expected = (None, number, None, None)
+        if group_sizes is not None:
+            expected = (None,) * (1 + len(group_sizes.shape))
+        if not _checks.fits_shape(shape, expected):
             raise ValueError(
                 f"Expected inputs (groups, {number}, capacity, dim), or (rows, dim) of "
                 f"group_sizes; received: inputs.shape={shape}"
             )
 
-    def _call_rows(self, rows, group_sizes, training):
+    def row_split(self, training: bool | None) -> Any:
+        """How rows and experts are split over devices; None where all run all rows."""
+        distribution = keras.distribution.distribution()
+        if distribution is None or not on_several_devices():
+            return None
+        if not self.is_plain(training):
+            return None
+        return split_of(distribution.get_variable_layout(self.hidden_kernel))
+
+    def is_plain(self, training: bool | None) -> bool:
+        """Whether rows take no more than matmuls, biases and the activation."""
         drops = training and self.seed_generator is not None
         # An activation layer's weights would get no gradient from `grouped_mlp`.
         has_weights = isinstance(self.activation, keras.layers.Layer)
         is_int8 = self.quantization_mode is not None
-        if not (drops or has_weights or is_int8 or self.lora_enabled):
-            parts = {
-                f"{name}_{part}": getattr(self, f"{name}_{part}")
-                for name in self.linear_names
-                for part in ("kernel", "bias")[: 1 + self.use_bias]
-            }
-            return grouped_mlp(rows, group_sizes, activation=self.activation, **parts)
+        return not (drops or has_weights or is_int8 or self.lora_enabled)
+
+    def _call_rows(self, rows, group_sizes, training):
+        if self.is_plain(training):
+            parts = {name: getattr(self, name) for name in self._weight_names}
+            if len(rows.shape) == 2:
+                options = {"activation": self.activation, **parts}
+                return grouped_mlp(rows, group_sizes, **options)
+            split = self.row_split(training)
+            return grouped_mlp_on_devices(
+                rows, group_sizes, split, self.activation, parts
+            )
         owner = row_experts(group_sizes, ops.shape(rows)[0])
 
         def matmul(x, kernels):
@@ -273,10 +299,12 @@ class Experts(Layer):
     ) -> None:
         """Freezes all weights and adds a low-rank update to each kernel."""
         a_initializer = PerExpert(a_initializer)
-        rank = check_integer("rank", rank)
+        rank = _checks.check_integer("rank", rank)
         if not self.built or self.lora_enabled:
             expected = "a built layer, on which enable_lora was not called before"
-            raise unfit(expected, built=self.built, lora_enabled=self.lora_enabled)
+            raise _checks.unfit(
+                expected, built=self.built, lora_enabled=self.lora_enabled
+            )
         # float32, as in Keras: half precision would lose small updates.
         with unlocked(self):
             for kernel, (num_experts, inputs, outputs) in self._kernel_shapes().items():
@@ -491,7 +519,7 @@ class ZeroComputationExperts(Layer):
     def call(self, tokens: Tensor, weights: Tensor) -> Tensor:
         if weights.shape[-1] != self.num_experts:
             expected = f"weights of num_experts={self.num_experts}"
-            raise unfit(expected, f"weights.shape={tuple(weights.shape)}")
+            raise _checks.unfit(expected, f"weights.shape={tuple(weights.shape)}")
         tokens = ops.cast(tokens, self.compute_dtype)
         first = self.zero_experts
         copied = weights[..., first : first + self.copy_experts]

@@ -9,19 +9,11 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe import losses, routers
-from keras_moe._checks import (
-    check_ids,
-    check_integer,
-    check_mask,
-    check_one_of,
-    check_positive,
-    unfit,
-)
+from keras_moe import _checks, losses, routers
 from keras_moe._compat import get_keras_mask
 from keras_moe._types import Config, Tensor
 from keras_moe.layers._layer import Layer, build_once, inner_call, layer_argument
-from keras_moe.layers.experts import ZeroComputationExperts
+from keras_moe.layers.experts import ZeroComputationExperts, by_device
 from keras_moe.ops._nn import is_bfloat16_on_tpus
 from keras_moe.ops._primitives import is_transformed
 from keras_moe.ops.cost import Cost
@@ -94,9 +86,9 @@ class MoE(Layer):
     ):
         # Tokens are cast in `call`; `previous_logits` stay float32.
         super().__init__(autocast=False, **kwargs)
-        self.group_size = check_integer("group_size", group_size, optional=True)
-        self.dispatcher = check_one_of("dispatcher", dispatcher, DISPATCHERS)
-        self.input_scale = check_positive("input_scale", input_scale)
+        self.group_size = _checks.check_integer("group_size", group_size, optional=True)
+        self.dispatcher = _checks.check_one_of("dispatcher", dispatcher, DISPATCHERS)
+        self.input_scale = _checks.check_positive("input_scale", input_scale)
         self.experts = layer_argument(experts, "experts")
         if isinstance(router, str) or (isinstance(router, dict) and "name" in router):
             router = routers.get(router, self.experts.num_experts)
@@ -125,7 +117,7 @@ class MoE(Layer):
     def build(self, input_shape):
         if len(input_shape) != 3 or input_shape[-1] is None:
             expected = "tokens of shape (batch, tokens, dim)"
-            raise unfit(expected, shape=tuple(input_shape))
+            raise _checks.unfit(expected, shape=tuple(input_shape))
         dim = input_shape[-1]
         # A soft router's number of slots may depend on the tokens per example.
         length = input_shape[1] if self.router.groups_per_example(True) else None
@@ -148,8 +140,8 @@ class MoE(Layer):
             # Keras passes masks only to calls with a single tensor.
             mask = get_keras_mask(tokens)
         shape = tuple(tokens.shape)[:2]
-        mask = check_mask("mask", mask, shape)
-        check_ids("modality_ids", modality_ids, shape)
+        mask = _checks.check_mask("mask", mask, shape)
+        _checks.check_ids("modality_ids", modality_ids, shape)
         plan: Any
         grouped: Any
         tokens = ops.cast(tokens, self.compute_dtype)
@@ -176,8 +168,8 @@ class MoE(Layer):
                 self.add_loss(ops.mean(value))
         if self.input_scale != 1:
             grouped = self.input_scale * grouped
-        if is_bfloat16_on_tpus(grouped):
-            plan = in_tiles(plan)
+        plan = in_tiles(plan) if is_bfloat16_on_tpus(grouped) else plan
+        plan = by_device(plan, self.experts, training)
         # Equation 2: MoE(X)[t] = sum over r, c of C[t,r,c] * Expert_r(X^T D[:,r,c]).
         slots, group_sizes = plan, plan.group_sizes
         if is_transformed():

@@ -11,15 +11,7 @@ from typing import Any, Self
 import keras
 import numpy as np
 
-from keras_moe import losses, routers
-from keras_moe._checks import (
-    check_argument_names,
-    check_bool,
-    check_integer,
-    check_one_of,
-    check_positive,
-    unfit,
-)
+from keras_moe import _checks, losses, routers
 from keras_moe._types import Config
 from keras_moe.layers import activations
 from keras_moe.layers.experts import Experts
@@ -75,7 +67,7 @@ class MixtureConfig:
 
     def replace(self, **changes: object) -> Self:
         """Returns a copy with some fields changed."""
-        check_argument_names(changes, self.field_names(), type(self).__name__)
+        _checks.check_argument_names(changes, self.field_names(), type(self).__name__)
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict:
@@ -85,7 +77,7 @@ class MixtureConfig:
     @classmethod
     def from_dict(cls, config: dict) -> Self:
         """Makes a config from `to_dict`'s result; missing fields get defaults."""
-        check_argument_names(config, cls.field_names(), cls.__name__)
+        _checks.check_argument_names(config, cls.field_names(), cls.__name__)
         return cls(**config)
 
     def for_layers(self, num_layers: int) -> Self:
@@ -202,16 +194,16 @@ class MoEConfig(MixtureConfig):
 
     def __post_init__(self):
         for name in ("examples_per_group", "expert_mlp_dim"):
-            checked = check_integer(name, getattr(self, name), optional=True)
+            checked = _checks.check_integer(name, getattr(self, name), optional=True)
             self._set(**{name: checked})
         for name in ("gated_experts", "expert_use_bias"):
-            check_bool(name, getattr(self, name))
-        check_positive("input_scale", self.input_scale)
-        check_integer("shared_experts", self.shared_experts, minimum=0)
+            _checks.check_bool(name, getattr(self, name))
+        _checks.check_positive("input_scale", self.input_scale)
+        _checks.check_integer("shared_experts", self.shared_experts, minimum=0)
         for name in ("gating_residual", "shared_expert_initialization"):
             named = (AUTO, EVERY) if name == "gating_residual" else (AUTO,)
             if getattr(self, name) not in named:
-                check_bool(name, getattr(self, name))
+                _checks.check_bool(name, getattr(self, name))
         router = self.router
         if isinstance(router, Router):
             router = self._take_layer(router)
@@ -230,7 +222,7 @@ class MoEConfig(MixtureConfig):
         types = router.expert_types
         if self.num_experts not in (type(self).num_experts, types.ffn):
             expected = f"the num_experts={types.ffn} of the router"
-            raise unfit(expected, num_experts=self.num_experts)
+            raise _checks.unfit(expected, num_experts=self.num_experts)
         if self.gating_residual == AUTO:
             self._set(gating_residual=router.gating_residual)
         self._set(num_experts=types.ffn, **types.arguments())
@@ -242,7 +234,9 @@ class MoEConfig(MixtureConfig):
         """The router's name, or a dict of name and non-default arguments."""
         name, arguments = split_router(router)
         cls, defaults = self._router_defaults(name)
-        check_argument_names(arguments, list(defaults), f"{cls.__name__} in an encoder")
+        _checks.check_argument_names(
+            arguments, list(defaults), f"{cls.__name__} in an encoder"
+        )
         arguments = {
             key: value
             for key, value in plain_value(arguments).items()
@@ -307,7 +301,7 @@ class MoEConfig(MixtureConfig):
         indices = resolve_moe_layers(self.moe_layers, tower.num_layers)
         names = [f"block_{index}" for index in indices]
         for name in (self.pruning or {"kept_experts": ()})["kept_experts"]:
-            check_one_of("pruned block", name, names)
+            _checks.check_one_of("pruned block", name, names)
         return super().feed_forwards(tower)
 
     def _mixture(self, tower, index, indices):
@@ -414,8 +408,8 @@ class MuMoEConfig(MixtureConfig):
     block_norm: bool = True
 
     def __post_init__(self):
-        check_integer("expert_mlp_dim", self.expert_mlp_dim, optional=True)
-        check_bool("block_norm", self.block_norm)
+        _checks.check_integer("expert_mlp_dim", self.expert_mlp_dim, optional=True)
+        _checks.check_bool("block_norm", self.block_norm)
         # The layer validates and standardises the arguments.
         checked = self._block(1, "gelu", None).get_config()
         values = {field: checked[name] for field, name in _BLOCK_ARGUMENTS.items()}
@@ -467,7 +461,7 @@ def moe_config(moe: MixtureConfig | Config | None) -> MoEConfig | MuMoEConfig | 
         return moe
     if not isinstance(moe, dict):
         expected = "moe to be None, a MoEConfig, a MuMoEConfig or a dict of fields"
-        raise unfit(expected, moe=moe)
+        raise _checks.unfit(expected, moe=moe)
     is_mumoe = moe.get("router") == MUMOE
     return (MuMoEConfig if is_mumoe else MoEConfig).from_dict(moe)
 
@@ -506,13 +500,15 @@ def _plain_pruning(pruning):
             "Expected pruning to be None, or a dict with kept_experts, a dict from "
             f"blocks to experts; received: pruning={pruning!r}"
         )
-    check_argument_names(pruning, ["method", "kept_experts", "removed"], "pruning")
+    _checks.check_argument_names(
+        pruning, ["method", "kept_experts", "removed"], "pruning"
+    )
     pruning = {"method": METHODS[0], "removed": True, **plain_value(pruning)}
-    check_one_of("method", pruning["method"], METHODS)
-    check_bool("removed", pruning["removed"])
+    _checks.check_one_of("method", pruning["method"], METHODS)
+    _checks.check_bool("removed", pruning["removed"])
     for experts in pruning["kept_experts"].values():
         for expert in experts:
-            check_integer("kept_experts", expert, 0)
+            _checks.check_integer("kept_experts", expert, 0)
     return pruning
 
 
@@ -570,5 +566,5 @@ def plain_moe_layers(moe_layers: str | Iterable[int] | None) -> str | list[int] 
 def _indices(moe_layers):
     if not isinstance(moe_layers, Iterable):
         expected = "moe_layers to be None, indices, 'every_n' or 'last_n'"
-        raise unfit(expected, moe_layers=moe_layers)
-    return [check_integer("moe_layers", index, 0) for index in moe_layers]
+        raise _checks.unfit(expected, moe_layers=moe_layers)
+    return [_checks.check_integer("moe_layers", index, 0) for index in moe_layers]

@@ -12,13 +12,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe._checks import (
-    check_bool,
-    check_integer,
-    check_not_negative,
-    check_one_of,
-    unfit,
-)
+from keras_moe import _checks
 from keras_moe._types import Activation, Tensor
 from keras_moe.layers import activations
 from keras_moe.layers._layer import Layer
@@ -90,7 +84,7 @@ class ExpertCoefficients(Layer):
         self.supports_masking = True
         self.num_experts = check_levels(num_experts)
         self.activation = activations.get(activation)
-        self.normalization = check_one_of(
+        self.normalization = _checks.check_one_of(
             "normalization", normalization, NORMALIZATIONS
         )
 
@@ -214,8 +208,8 @@ def check_levels(num_experts: int | Sequence[int]) -> tuple[int, ...]:
     levels = num_experts if isinstance(num_experts, (list, tuple)) else [num_experts]
     if not levels:
         expected = "num_experts to be an integer or one for each level"
-        raise unfit(expected, num_experts=num_experts)
-    return tuple(check_integer("num_experts", count) for count in levels)
+        raise _checks.unfit(expected, num_experts=num_experts)
+    return tuple(_checks.check_integer("num_experts", count) for count in levels)
 
 
 def outer(
@@ -282,14 +276,14 @@ class MultilinearExperts(Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        self.units = check_integer("units", units)
+        self.units = _checks.check_integer("units", units)
         self.num_experts = check_levels(num_experts)
-        self.factorization = check_one_of(
+        self.factorization = _checks.check_one_of(
             "factorization", factorization, tensors.FACTORIZATIONS
         )
         self.rank = check_rank(rank, self.factorization, len(self.num_experts))
-        self.use_bias = check_bool("use_bias", use_bias)
-        self.expert_noise = check_not_negative("expert_noise", expert_noise)
+        self.use_bias = _checks.check_bool("use_bias", use_bias)
+        self.expert_noise = _checks.check_not_negative("expert_noise", expert_noise)
 
     def build(self, inputs_shape, coefficients_shape=None):
         self._inputs = inputs_shape[-1]
@@ -328,7 +322,7 @@ class MultilinearExperts(Layer):
     ) -> Tensor:
         if len(coefficients) != len(self.num_experts):
             expected = f"coefficients for each level of num_experts={self.num_experts}"
-            raise unfit(expected, len(coefficients))
+            raise _checks.unfit(expected, len(coefficients))
         coefficients = [ops.cast(a, inputs.dtype) for a in coefficients]
         if self.compute_dtype != "float32":
             # Keras has cast the sources, so they no longer match the coefficients.
@@ -359,7 +353,7 @@ class MultilinearExperts(Layer):
             if len(levels) != len(counts) or not all(
                 i in range(count) for i, count in zip(levels, counts)
             ):
-                raise unfit(f"experts of num_experts={counts}", index)
+                raise _checks.unfit(f"experts of num_experts={counts}", index)
             matrices.append(tensors.expert_matrix(factors, levels, self.factorization))
         return ops.stack(matrices)
 
@@ -435,7 +429,7 @@ class ExpertMode(keras.initializers.Initializer):
 def check_rank(rank: Rank, factorization: str | None, levels: int) -> Rank:
     """Checks that the rank fits the factorisation; returns sequences as tuples."""
     if factorization is None or rank == "match_dense":
-        check_one_of("rank", rank, (None, "match_dense"))
+        _checks.check_one_of("rank", rank, (None, "match_dense"))
         return "match_dense"
     if factorization == "cp":
         return _check_size(rank)
@@ -451,7 +445,7 @@ def _check_size(rank):
     """Checks an integer, or a fraction of the input size."""
     if isinstance(rank, (float, np.floating)) and 0 < rank <= 1:
         return float(rank)
-    return check_integer("rank", rank)
+    return _checks.check_integer("rank", rank)
 
 
 def resolved_rank(rank: Rank, inputs: int) -> Rank:

@@ -12,9 +12,7 @@ from keras_moe._types import Tensor
 from keras_moe.layers._layer import Layer
 from keras_moe.layers.position_embedding import (
     INTERPOLATIONS,
-    cubic_weights,
-    linear_weights,
-    widened_linear_weights,
+    axis_weights,
 )
 from keras_moe.ops._nn import linear
 from keras_moe.ops.cost import Cost
@@ -81,15 +79,11 @@ def resize_patch_kernel(
     26.0
     """
     check_one_of("interpolation", interpolation, INTERPOLATIONS)
-    weights = {
-        "bilinear": linear_weights,
-        "bicubic": cubic_weights,
-        "torch_bicubic": cubic_weights,
-        "antialiased": widened_linear_weights,
-    }[interpolation]
+    kind = {"bilinear": "linear", "torch_bicubic": "bicubic"}
+    kind = kind.get(interpolation, interpolation)
     # B is separable: the Kronecker product of a matrix for rows and one for columns.
     rows, columns = (
-        np.linalg.pinv(weights(old, new).T)
+        np.linalg.pinv(axis_weights(old, new, kind).T)
         for old, new in zip(kernel.shape[:2], check_pair("patch_size", patch_size))
     )
     resized = np.einsum(

@@ -6,15 +6,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe._checks import (
-    check_bool,
-    check_ids,
-    check_integer,
-    check_mask,
-    check_one_of,
-    head_size,
-    unfit,
-)
+from keras_moe import _checks
 from keras_moe._types import Activation, Config, DType, Tensor
 from keras_moe.layers import activations
 from keras_moe.layers._layer import Layer
@@ -64,8 +56,8 @@ class TokenPooling(_Pooling):
 
     def __init__(self, pooling: str, register_tokens: int = 0, **kwargs):
         super().__init__(**kwargs)
-        self.pooling = check_one_of("pooling", pooling, TOKEN_POOLINGS)
-        self.register_tokens = check_integer(
+        self.pooling = _checks.check_one_of("pooling", pooling, TOKEN_POOLINGS)
+        self.register_tokens = _checks.check_integer(
             "register_tokens", register_tokens, minimum=0
         )
 
@@ -74,7 +66,7 @@ class TokenPooling(_Pooling):
             return tokens[:, 0]
         first = self.register_tokens + (self.pooling == "patch_average")
         if tokens.shape[1] is not None and tokens.shape[1] <= first:
-            raise unfit(f"more than {first} tokens", tokens=tokens.shape[1])
+            raise _checks.unfit(f"more than {first} tokens", tokens=tokens.shape[1])
         tokens = tokens[:, first:]
         if self.pooling == "first":
             return tokens[:, 0]
@@ -138,7 +130,7 @@ class AttentionPooling(_Pooling):
         self.mlp_dim = mlp_dim
         self.activation = activations.get(activation)
         self.layer_norm_epsilon = layer_norm_epsilon
-        self.query_key_norm = check_bool("query_key_norm", query_key_norm)
+        self.query_key_norm = _checks.check_bool("query_key_norm", query_key_norm)
         self.query_key_norm_bias = query_key_norm_bias
         self.mlp = MLP(mlp_dim, activation, dtype=self.dtype_policy, name="mlp")
         self.norm = LayerNorm(layer_norm_epsilon, dtype=self.dtype_policy, name="norm")
@@ -156,7 +148,7 @@ class AttentionPooling(_Pooling):
     def _attention(self, dim):
         return Attention(
             self.num_heads,
-            head_size(self.num_heads, dim),
+            _checks.head_size(self.num_heads, dim),
             query_key_norm="layer" if self.query_key_norm else None,
             query_key_norm_bias=self.query_key_norm_bias,
             layer_norm_epsilon=self.layer_norm_epsilon,
@@ -219,12 +211,12 @@ class MaskedPooling(_Pooling):
     """
 
     def __init__(self, pooling: str, end_of_text_id: int | None = None, **kwargs):
-        check_one_of("pooling", pooling, MASKED_POOLINGS)
+        _checks.check_one_of("pooling", pooling, MASKED_POOLINGS)
         if end_of_text_id is not None:
-            end_of_text_id = check_integer("end_of_text_id", end_of_text_id, 0)
+            end_of_text_id = _checks.check_integer("end_of_text_id", end_of_text_id, 0)
             if pooling != "end_of_text":
                 expected = f"end_of_text_id=None for pooling={pooling!r}"
-                raise unfit(expected, f"end_of_text_id={end_of_text_id}")
+                raise _checks.unfit(expected, f"end_of_text_id={end_of_text_id}")
         # Tokens are cast in `call`; ids stay integers.
         super().__init__(autocast=False, **kwargs)
         self.supports_masking = True
@@ -241,7 +233,7 @@ class MaskedPooling(_Pooling):
         token_ids: Tensor | None = None,
     ) -> Tensor:
         shape = tuple(tokens.shape)[:2]
-        check_mask("mask", mask, shape)
+        _checks.check_mask("mask", mask, shape)
         if mask is None:
             mask = ops.ones(ops.shape(tokens)[:2], "bool")
         mask = ops.cast(mask, "bool")
@@ -256,8 +248,10 @@ class MaskedPooling(_Pooling):
         taken = mask
         if self.pooling == "end_of_text":
             if token_ids is None:
-                raise unfit("token_ids for pooling='end_of_text'", "token_ids=None")
-            check_ids("token_ids", token_ids, shape)
+                raise _checks.unfit(
+                    "token_ids for pooling='end_of_text'", "token_ids=None"
+                )
+            _checks.check_ids("token_ids", token_ids, shape)
             taken = self._ends_of_text(ops.cast(token_ids, "int32"), mask)
         taken = ops.expand_dims(_only(taken, last=self.pooling == "last"), -1)
         # Not a product, since padding may hold infinities.
@@ -289,7 +283,7 @@ def check_pooling(pooling: str | None, class_token: bool) -> str:
     """Returns the pooling or its default, if the backbone supports it."""
     if pooling is None:
         return "class_token" if class_token else "average"
-    check_one_of("pooling", pooling, POOLINGS)
+    _checks.check_one_of("pooling", pooling, POOLINGS)
     needed = {"class_token": True, "patch_average": True, "first": False}
     if needed.get(pooling, class_token) != class_token:
         raise ValueError(
@@ -314,10 +308,12 @@ def pooling_layer(
         )
     if pooling != "map" and query_key_norm is not None:
         expected = "pooling='map' with pooling_query_key_norm"
-        raise unfit(expected, pooling=pooling, pooling_query_key_norm=query_key_norm)
+        raise _checks.unfit(
+            expected, pooling=pooling, pooling_query_key_norm=query_key_norm
+        )
     registers = config.get("register_tokens", 0)
     if registers and pooling == "average" and config.get("class_token"):
-        raise unfit(
+        raise _checks.unfit(
             "pooling='class_token' or 'patch_average' with a class token and registers",
             pooling=pooling,
         )

@@ -21,6 +21,9 @@ KINDS = ("learned", "sincos")
 ROTARY_KINDS = ("axial", "golden")
 # The first two also for images.
 INTERPOLATIONS = ("bilinear", "bicubic", "antialiased", "torch_bicubic")
+_ALONG_AXIS: dict[str, str] = dict(
+    zip(INTERPOLATIONS, ("aligned", *INTERPOLATIONS[1:]))
+)
 
 
 def sincos_table(grid: tuple[int, int], dim: int) -> np.ndarray:
@@ -70,20 +73,10 @@ def resize_positions(
     """
     num_extra = table.shape[1] - old_grid[0] * old_grid[1]
     check_one_of("interpolation", interpolation, INTERPOLATIONS)
-    weights = {
-        "bilinear": aligned_linear_weights,
-        "bicubic": cubic_weights,
-        "antialiased": widened_linear_weights,
-        "torch_bicubic": torch_cubic_weights,
-    }[interpolation]
     values = table[0, num_extra:].astype("float64").reshape(*old_grid, -1)
-    values = np.einsum(
-        "yr,xc,rcd->yxd",
-        weights(old_grid[0], new_grid[0]),
-        weights(old_grid[1], new_grid[1]),
-        values,
-        optimize=True,
-    )
+    kind = _ALONG_AXIS[interpolation]
+    down, across = (axis_weights(*sizes, kind) for sizes in zip(old_grid, new_grid))
+    values = np.einsum("yr,xc,rcd->yxd", down, across, values, optimize=True)
     values = values.reshape(1, new_grid[0] * new_grid[1], -1).astype(table.dtype)
     return np.concatenate([table[:, :num_extra], values], axis=1)
 
@@ -174,9 +167,10 @@ class PositionEmbedding(Layer):
             parts = [ops.sin(x), ops.cos(x), ops.sin(y), ops.cos(y)]
             patches = ops.concatenate(parts, axis=-1)
         else:
+            kind = _ALONG_AXIS[self.interpolation]
             # Resizing is linear: the product of a row's weights and a column's.
             down, across = (
-                _weights_at(place[..., i], size[..., i], old, self.interpolation)
+                _weights_at(place[..., i], size[..., i], old, kind)
                 for i, old in enumerate(self.grid)
             )
             weights = ops.expand_dims(down, -1) * ops.expand_dims(across, -2)
@@ -395,92 +389,51 @@ class PatchMask(Layer):
         return keras.KerasTensor((batch, length), "bool")
 
 
-def _weights_at(place, size, old, interpolation):
-    """Weights (B, N, old) of a table's rows for the row `place` (B, N) of `size`."""
-    rows = ops.convert_to_tensor(np.arange(old, dtype="float32"))
-    if interpolation == "bilinear":
-        centre = place * (old - 1) / ops.maximum(size - 1, 1)
-        return ops.relu(1 - ops.abs(ops.expand_dims(centre, -1) - rows))
-    centre = ops.expand_dims((place + 0.5) * old / size - 0.5, -1)
+def axis_weights(
+    old: int, new: int, interpolation: str, start: int = 0, count: int | None = None
+) -> np.ndarray:
+    """Interpolation along one axis as a matrix: new = weights (new, old) @ old.
+
+    `start` and `count` select rows of the matrix, for crops. "aligned" is linear with
+    aligned corners, "linear" between pixel centres; "antialiased" is Pillow's when
+    shrinking, and so is "bicubic", Keys's with a = -1/2; "torch_bicubic" is PyTorch's,
+    a = -3/4, which repeats the border's values.
+    """
+    stop = new if count is None else start + count
+    return np.asarray(_weights_at(np.arange(start, stop), new, old, interpolation, np))
+
+
+def _weights_at(place, size, old, interpolation, library=ops):
+    """Weights (..., old) of a table's rows for the row `place` (...) of `size`."""
+    # With the functions of NumPy or `keras.ops`.
+    rows = np.arange(old, dtype="float32")
+    rows = rows if library is np else ops.convert_to_tensor(rows)
+    centre = (place + 0.5) * old / size - 0.5
+    if interpolation == "aligned":
+        centre = place * (old - 1) / library.maximum(size - 1, 1)
+    elif interpolation == "linear":
+        centre = library.clip(centre, 0, old - 1)
+    centre = library.expand_dims(centre, -1)
     if interpolation == "torch_bicubic":
-        return _torch_cubic_at(centre, rows)
-    x = ops.abs(centre - rows) / ops.expand_dims(ops.maximum(old / size, 1), -1)
-    weights = _cubic(x, ops) if interpolation == "bicubic" else ops.relu(1 - x)
-    return weights / ops.sum(weights, axis=-1, keepdims=True)
-
-
-def _torch_cubic_at(centre, rows):
-    """PyTorch's cubic weights (B, N, old) at centres (B, N, 1), as below."""
-    total = 0.0
-    for offset in range(-1, 3):
-        place = ops.floor(centre) + offset
-        column = ops.clip(place, 0, rows.shape[0] - 1)
-        weight = _cubic(ops.abs(centre - place), ops, -0.75)
-        total = total + ops.where(ops.equal(column, rows), weight, 0.0)
-    return total
-
-
-# Interpolation along one axis as matrices: new = weights (new, old) @ old. `start` and
-# `count` select rows of the matrix, for crops.
-
-
-def aligned_linear_weights(old: int, new: int) -> np.ndarray:
-    """Linear interpolation with aligned corners."""
-    return _hat(np.linspace(0.0, old - 1, new), old)
-
-
-def linear_weights(
-    old: int, new: int, start: int = 0, count: int | None = None
-) -> np.ndarray:
-    """Linear interpolation between pixel centres, without antialiasing."""
-    return _hat(np.clip(_centres(old, new, start, count), 0, old - 1), old)
-
-
-def widened_linear_weights(
-    old: int, new: int, start: int = 0, count: int | None = None
-) -> np.ndarray:
-    """Linear interpolation with Pillow's antialiasing when shrinking."""
-    x = _distances(old, new, start, count)
-    weights = np.maximum(1.0 - x, 0.0)
-    return weights / np.sum(weights, axis=1, keepdims=True)
-
-
-def cubic_weights(
-    old: int, new: int, start: int = 0, count: int | None = None
-) -> np.ndarray:
-    """Keys's cubic interpolation (a = -1/2), antialiased when shrinking."""
-    weights = _cubic(_distances(old, new, start, count), np)
+        total = 0.0
+        for offset in range(-1, 3):
+            near = library.floor(centre) + offset
+            column = library.clip(near, 0, old - 1)
+            weight = _cubic(library.abs(centre - near), library, -0.75)
+            total = total + library.where(library.equal(column, rows), weight, 0.0)
+        return total
+    x = library.abs(centre - rows)
+    if interpolation in ("aligned", "linear"):
+        return library.maximum(1.0 - x, 0.0)
+    x = x / library.expand_dims(library.maximum(old / size, 1.0), -1)
+    cubic = interpolation == "bicubic"
+    weights = _cubic(x, library) if cubic else library.maximum(1.0 - x, 0.0)
     # At the border part of the kernel lies outside.
-    return weights / np.sum(weights, axis=1, keepdims=True)
-
-
-def torch_cubic_weights(old: int, new: int) -> np.ndarray:
-    """PyTorch's cubic interpolation (a = -3/4), which repeats the border's values."""
-    centres, weights = _centres(old, new, 0, None), np.zeros((new, old))
-    for place in np.floor(centres).astype(int) + np.arange(-1, 3)[:, None]:
-        column = np.clip(place, 0, old - 1)
-        weights[np.arange(new), column] += _cubic(np.abs(centres - place), np, -0.75)
-    return weights
+    return weights / library.sum(weights, axis=-1, keepdims=True)
 
 
 def _cubic(x, library, a=-0.5):
-    """Keys's kernel of distances, with the functions of NumPy or `keras.ops`."""
+    """Keys's kernel of distances."""
     near = ((a + 2) * x - (a + 3)) * x * x + 1.0
     far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
     return library.where(x <= 1, near, library.where(x < 2, far, 0.0))
-
-
-def _distances(old, new, start, count):
-    """Distances from new to old pixel centres, in kernel units."""
-    centres = _centres(old, new, start, count)
-    return np.abs(centres[:, None] - np.arange(old)) / max(old / new, 1.0)
-
-
-def _centres(old, new, start, count):
-    """Centres of the new pixels, in old pixel coordinates."""
-    stop = new if count is None else start + count
-    return (np.arange(start, stop) + 0.5) * old / new - 0.5
-
-
-def _hat(place, old):
-    return np.maximum(1.0 - np.abs(place[:, None] - np.arange(old)), 0.0)

@@ -14,16 +14,7 @@ from typing import Any
 import keras
 from keras.initializers import RandomNormal, RandomUniform
 
-from keras_moe._checks import (
-    check_bool,
-    check_dropout,
-    check_initializer,
-    check_integer,
-    check_one_of,
-    check_positive,
-    check_seed,
-    unfit,
-)
+from keras_moe import _checks
 from keras_moe._types import Config, DType
 from keras_moe.layers import activations
 from keras_moe.layers.block import Block, MoEBlock
@@ -88,22 +79,22 @@ class TowerConfig:
     def __post_init__(self):
         moe = moe_config(self.moe)
         # Mistyped numbers would take minutes to build.
-        num_layers = check_integer("num_layers", self.num_layers, maximum=1000)
+        num_layers = _checks.check_integer("num_layers", self.num_layers, maximum=1000)
         self._set(
-            hidden_dim=check_integer("hidden_dim", self.hidden_dim),
+            hidden_dim=_checks.check_integer("hidden_dim", self.hidden_dim),
             num_layers=num_layers,
-            mlp_dim=check_integer("mlp_dim", self.mlp_dim),
+            mlp_dim=_checks.check_integer("mlp_dim", self.mlp_dim),
             activation=activations.plain(self.activation),
             moe=moe and moe.for_layers(num_layers),
             initialization=check_initialization(self.initialization),
         )
-        check_dropout("dropout_rate", self.dropout_rate)
-        check_dropout("stochastic_depth", self.stochastic_depth)
-        check_positive("layer_norm_epsilon", self.layer_norm_epsilon)
-        check_seed("seed", self.seed)
-        check_one_of("norm", self.norm, NORMS)
+        _checks.check_dropout("dropout_rate", self.dropout_rate)
+        _checks.check_dropout("stochastic_depth", self.stochastic_depth)
+        _checks.check_positive("layer_norm_epsilon", self.layer_norm_epsilon)
+        _checks.check_seed("seed", self.seed)
+        _checks.check_one_of("norm", self.norm, NORMS)
         for name in ("gated_mlp", "use_bias"):
-            check_bool(name, getattr(self, name))
+            _checks.check_bool(name, getattr(self, name))
 
     def _set(self, **values):
         """Sets fields of the frozen dataclass; for `__post_init__` only."""
@@ -312,7 +303,9 @@ INITIALIZATIONS: dict[str, Callable] = {
 def check_initialization(value: object) -> str | Config | None:
     """Returns the argument `initialization` as plain values."""
     if value is None or isinstance(value, str):
-        return value and check_one_of("initialization", value, sorted(INITIALIZATIONS))
+        return value and _checks.check_one_of(
+            "initialization", value, sorted(INITIALIZATIONS)
+        )
     if not isinstance(value, dict):
         raise ValueError(
             "Expected initialization to be None, a name, or a dict from patterns of "
@@ -323,10 +316,10 @@ def check_initialization(value: object) -> str | Config | None:
             re.compile(pattern)
         except (re.error, TypeError) as error:
             expected = "initialization to map patterns of weight paths"
-            raise unfit(expected, f"{pattern!r} ({error})") from None
+            raise _checks.unfit(expected, f"{pattern!r} ({error})") from None
     return {
         pattern: keras.initializers.serialize(
-            check_initializer("initialization", initializer)
+            _checks.check_initializer("initialization", initializer)
         )
         for pattern, initializer in value.items()
     }
@@ -341,7 +334,7 @@ def initialization_rules(config: object) -> dict[str, Any]:
         return INITIALIZATIONS[value](config)
     except AttributeError as error:
         expected = f"an initialization for {type(config).__name__}"
-        raise unfit(expected, f"initialization={value!r} ({error})") from None
+        raise _checks.unfit(expected, f"initialization={value!r} ({error})") from None
 
 
 def warn_of_unused(config: object, used: set[str]) -> None:

@@ -52,11 +52,8 @@ def pairs_of(
     images = ops.convert_to_tensor(image_embeddings)
     texts = ops.convert_to_tensor(text_embeddings)
     if len(images.shape) != 2 or not fits_shape(texts.shape, images.shape):
-        raise ValueError(
-            "Expected image and text embeddings of one shape (batch, dim); received: "
-            f"image_embeddings.shape={tuple(images.shape)}, "
-            f"text_embeddings.shape={tuple(texts.shape)}"
-        )
+        shapes = f"shapes {tuple(images.shape)} and {tuple(texts.shape)}"
+        raise unfit("image and text embeddings of one shape (batch, dim)", shapes)
     keys = [ops.arange(ops.shape(images)[0], dtype="int32")]
     for name, ids in (("image_ids", image_ids), ("text_ids", text_ids)):
         if ids is not None:

@@ -44,11 +44,8 @@ class SigmoidCrossentropy(keras.losses.Loss):
 
     def call(self, y_true, y_pred):
         if tuple(y_true.shape)[1:] != tuple(y_pred.shape)[1:]:
-            raise ValueError(
-                "Expected targets of shape (batch, classes), as the logits'; received: "
-                f"y_true.shape={tuple(y_true.shape)}, "
-                f"y_pred.shape={tuple(y_pred.shape)}"
-            )
+            shapes = f"shapes {tuple(y_true.shape)} and {tuple(y_pred.shape)}"
+            raise unfit("targets of shape (batch, classes), as the logits'", shapes)
         if not self.from_logits:
             y_pred = logits_of(y_pred)
         # softplus(x) - x y is -y log sigmoid(x) - (1 - y) log(1 - sigmoid(x)).

@@ -10,24 +10,9 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_moe._checks import (
-    argument_values,
-    check_bool,
-    check_concrete,
-    check_one_of,
-    check_positive,
-    unfit,
-)
+from keras_moe import _checks
 from keras_moe._types import Tensor
-from keras_moe.losses._pairs import (
-    NEVER,
-    check_similarity,
-    pairs_of,
-    positives,
-    sigmoid_losses,
-    softmax_losses,
-    weighted_mean,
-)
+from keras_moe.losses import _pairs
 
 DIRECTIONS = ("both", "image_to_text", "text_to_image")
 IDS = ("image_ids", "text_ids")
@@ -80,10 +65,10 @@ def softmax_contrastive_loss(
     >>> round(float(softmax_contrastive_loss(images, images[::-1], 1.0)), 4)
     1.3133
     """
-    check_one_of("direction", direction, DIRECTIONS)
-    chunk_size = check_similarity(similarity_dtype, chunk_size)
+    _checks.check_one_of("direction", direction, DIRECTIONS)
+    chunk_size = _pairs.check_similarity(similarity_dtype, chunk_size)
     ids_and_weights = image_ids, text_ids, sample_weight
-    pairs = pairs_of(
+    pairs = _pairs.pairs_of(
         image_embeddings, text_embeddings, *ids_and_weights, similarity_dtype
     )
     logit_scale = ops.cast(ops.convert_to_tensor(logit_scale), "float32")
@@ -92,13 +77,13 @@ def softmax_contrastive_loss(
     if chunk_size is None:
         of_images, of_texts = _softmax_losses(pairs, logit_scale)
     else:
-        of_images, of_texts = softmax_losses(pairs, logit_scale, chunk_size)
+        of_images, of_texts = _pairs.softmax_losses(pairs, logit_scale, chunk_size)
     losses = {
         "image_to_text": of_images,
         "text_to_image": of_texts,
         "both": 0.5 * (of_images + of_texts),
     }
-    return weighted_mean(losses[direction], pairs.weights)
+    return _pairs.weighted_mean(losses[direction], pairs.weights)
 
 
 def _loss_of_nothing(pairs, logit_scale):
@@ -110,12 +95,12 @@ def _softmax_losses(pairs, logit_scale):
     """The losses of images and of texts, float32 (B,) each."""
     logits = logit_scale * ops.matmul(pairs.images, ops.transpose(pairs.texts))
     counted = pairs.counted > 0
-    positive = positives(pairs.keys, pairs.keys)
+    positive = _pairs.positives(pairs.keys, pairs.keys)
     positive = ops.logical_and(positive, ops.expand_dims(counted, 0))
     positive = ops.logical_and(positive, ops.expand_dims(counted, 1))
 
     def cross_entropies(logits):
-        logits = ops.where(ops.expand_dims(counted, 0), logits, NEVER)
+        logits = ops.where(ops.expand_dims(counted, 0), logits, _pairs.NEVER)
         log_p = ops.where(positive, ops.log_softmax(logits, axis=-1), 0.0)
         count = ops.sum(ops.cast(positive, "float32"), axis=-1)
         return -ops.sum(log_p, axis=-1) / ops.maximum(count, 1.0)
@@ -161,9 +146,9 @@ def sigmoid_contrastive_loss(
     >>> round(float(loss), 4)  # softplus(-1) for the positive and for the negative
     0.6265
     """
-    chunk_size = check_similarity(similarity_dtype, chunk_size)
+    chunk_size = _pairs.check_similarity(similarity_dtype, chunk_size)
     ids_and_weights = image_ids, text_ids, sample_weight
-    pairs = pairs_of(
+    pairs = _pairs.pairs_of(
         image_embeddings, text_embeddings, *ids_and_weights, similarity_dtype
     )
     logit_scale = ops.cast(ops.convert_to_tensor(logit_scale), "float32")
@@ -171,19 +156,14 @@ def sigmoid_contrastive_loss(
     if pairs.images.shape[0] == 0:
         return _loss_of_nothing(pairs, logit_scale)
     if chunk_size is None:
-        losses = _sigmoid_losses(pairs, logit_scale, logit_bias)
+        similarity = ops.matmul(pairs.images, ops.transpose(pairs.texts))
+        logits = logit_scale * similarity + logit_bias
+        # softplus(-z L) is -log sigmoid(z L).
+        signed = ops.where(_pairs.positives(pairs.keys, pairs.keys), -logits, logits)
+        losses = ops.sum(pairs.counted * ops.softplus(signed), axis=-1)
     else:
-        losses = sigmoid_losses(pairs, logit_scale, logit_bias, chunk_size)
-    return weighted_mean(losses, pairs.weights)
-
-
-def _sigmoid_losses(pairs, logit_scale, logit_bias):
-    """The losses of images, float32 (B,)."""
-    similarity = ops.matmul(pairs.images, ops.transpose(pairs.texts))
-    logits = logit_scale * similarity + logit_bias
-    # softplus(-z L) is -log sigmoid(z L).
-    signed = ops.where(positives(pairs.keys, pairs.keys), -logits, logits)
-    return ops.sum(pairs.counted * ops.softplus(signed), axis=-1)
+        losses = _pairs.sigmoid_losses(pairs, logit_scale, logit_bias, chunk_size)
+    return _pairs.weighted_mean(losses, pairs.weights)
 
 
 class ContrastiveLoss(keras.losses.Loss):
@@ -232,12 +212,12 @@ class ContrastiveLoss(keras.losses.Loss):
         similarity_dtype: str = "float32",
         name: str | None = None,
     ):
-        check_concrete(type(self), ContrastiveLoss, "SoftmaxContrastiveLoss")
+        _checks.check_concrete(type(self), ContrastiveLoss, "SoftmaxContrastiveLoss")
         super().__init__(
             name=name or self.default_name, reduction="mean_with_sample_weight"
         )
-        self.multi_positive = check_bool("multi_positive", multi_positive)
-        self.chunk_size = check_similarity(similarity_dtype, chunk_size)
+        self.multi_positive = _checks.check_bool("multi_positive", multi_positive)
+        self.chunk_size = _pairs.check_similarity(similarity_dtype, chunk_size)
         self.similarity_dtype = similarity_dtype
 
     def __call__(self, y_true, y_pred, sample_weight=None):
@@ -245,7 +225,7 @@ class ContrastiveLoss(keras.losses.Loss):
         return mean_over_pairs(self.call(y_true, y_pred), sample_weight)
 
     def get_config(self):
-        return argument_values(self, keras.losses.Loss)
+        return _checks.argument_values(self, keras.losses.Loss)
 
 
 def mean_over_pairs(losses: Tensor, sample_weight: Tensor | None = None) -> Tensor:
@@ -255,7 +235,7 @@ def mean_over_pairs(losses: Tensor, sample_weight: Tensor | None = None) -> Tens
         return losses
     if len(losses.shape) > 1:
         expected = "a loss that is a scalar or a number for each pair, (batch,)"
-        raise unfit(expected, shape=tuple(losses.shape))
+        raise _checks.unfit(expected, shape=tuple(losses.shape))
     if sample_weight is None:
         return ops.mean(losses)
     weights = ops.cast(sample_weight, losses.dtype)
@@ -275,10 +255,8 @@ class _FunctionLoss(ContrastiveLoss):
         # Padding would be a negative before it was weighted.
         names = ("image_embeddings", "text_embeddings", *self.parameters)
         if self.multi_positive and not (isinstance(y_true, dict) and y_true):
-            raise ValueError(
-                f"Expected y_true to be a dict with ids among {list(IDS)}, since "
-                f"multi_positive=True; received: y_true={y_true!r}"
-            )
+            expected = f"y_true with ids among {list(IDS)}, since multi_positive=True"
+            raise _checks.unfit(expected, y_true=y_true)
         return type(self).function(
             *(y_pred[name] for name in names),
             sample_weight=sample_weight,
@@ -316,7 +294,7 @@ class SoftmaxContrastiveLoss(_FunctionLoss):
 
     def __init__(self, direction: str = "both", **kwargs: Any):
         super().__init__(**kwargs)
-        self.direction = check_one_of("direction", direction, DIRECTIONS)
+        self.direction = _checks.check_one_of("direction", direction, DIRECTIONS)
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -387,7 +365,7 @@ class LogScaleBound(keras.constraints.Constraint):
     """
 
     def __init__(self, largest_scale: float = 100.0):
-        self.largest_scale = check_positive("largest_scale", largest_scale)
+        self.largest_scale = _checks.check_positive("largest_scale", largest_scale)
 
     def __call__(self, w):
         return ops.minimum(w, math.log(self.largest_scale))

@@ -12,12 +12,7 @@ import warnings
 
 from keras import ops
 
-from keras_moe._checks import (
-    check_integer,
-    check_not_negative,
-    check_positive,
-    check_selected,
-)
+from keras_moe import _checks
 from keras_moe._types import Tensor
 from keras_moe.ops.expert_types import ExpertTypes
 from keras_moe.ops.token_choice import selected_experts, top_experts
@@ -75,9 +70,9 @@ def load_loss(
     0.0
     """
     # The router's noise defines the load.
-    check_positive("noise_std", noise_std)
+    _checks.check_positive("noise_std", noise_std)
     logits, noisy_logits = map(ops.convert_to_tensor, (logits, noisy_logits))
-    check_selected(num_selected_experts, noisy_logits.shape[-1])
+    _checks.check_selected(num_selected_experts, noisy_logits.shape[-1])
     _, kept = top_experts(noisy_logits, noisy_logits, num_selected_experts)
     threshold = kept[..., -1:]
     # 1 - Phi(x) = erfc(x / sqrt(2)) / 2: no cancellation for large x.
@@ -261,7 +256,7 @@ def mutual_information_loss(
     >>> round(float(loss[0]), 4)
     -0.6931
     """
-    num_modalities = check_integer("num_modalities", num_modalities)
+    num_modalities = _checks.check_integer("num_modalities", num_modalities)
     gates = ops.softmax(logits, axis=-1)
     total, entropies, present = 0.0, 0.0, 0.0
     for modality in range(num_modalities):
@@ -295,7 +290,7 @@ def target_entropy_loss(
     0.0
     """
     logits = ops.convert_to_tensor(logits)
-    selected = check_selected(num_selected_experts, logits.shape[-1])
+    selected = _checks.check_selected(num_selected_experts, logits.shape[-1])
     # The square of the mean, not the mean of the tokens' squares.
     loss = ops.square(math.log(selected) - local_entropy_loss(logits, mask))
     return _zero_if_empty(loss, mask)
@@ -323,7 +318,7 @@ def merged_entropy_loss(
     """
     logits = ops.convert_to_tensor(logits)
     num_experts = logits.shape[-1]
-    selected = check_selected(num_selected_experts, num_experts)
+    selected = _checks.check_selected(num_selected_experts, num_experts)
     gates = ops.softmax(logits, axis=-1)
     experts, kept = top_experts(logits, gates, selected)
     index = ops.arange(num_experts, dtype="int32")
@@ -346,7 +341,7 @@ def check_threshold(threshold: object) -> float | None:
     """`threshold` as a float, if it is None or a finite number of at least 0."""
     if threshold is None:
         return None
-    return float(check_not_negative("threshold", threshold))
+    return float(_checks.check_not_negative("threshold", threshold))
 
 
 def warn_of_unreachable_threshold(threshold: float | None, num_experts: int) -> None:

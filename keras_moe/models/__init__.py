@@ -1,18 +1,8 @@
 """The model zoo: backbones, tasks and presets. Needs KerasHub."""
 
-from keras_moe.models._late_imports import loaded_on_demand
+from keras_moe.models._late_imports import tensorflow_on_demand
 
-# KerasHub imports these for its `tf.data` layers. Listed are the names that it accesses
-# at import time; its tokenizer cache works without the base class `tf.Module`.
-with loaded_on_demand(
-    {
-        "tensorflow": ("executing_eagerly",),
-        "tensorflow_text": (),
-        "tensorflow_text.tools": (),
-        "tensorflow_text.tools.wordpiece_vocab": ("wordpiece_tokenizer_learner_lib",),
-    },
-    absent=("Module",),
-):
+with tensorflow_on_demand():
     import keras_hub  # noqa: F401
 
 from keras_moe.models.backbones.base import ImageBackbone, MoEBackbone
@@ -58,54 +48,17 @@ from keras_moe.models.tasks.image_classifier import (
 from keras_moe.models.tasks.teacher_features import TeacherFeatures
 
 __all__ = [
-    "VARIANTS",
-    "Blueprint",
-    "CLIPBackbone",
-    "CardResult",
-    "CausalLM",
-    "ClassProbability",
-    "ContrastiveAccuracy",
-    "ContrastiveModel",
-    "ConversionReport",
-    "ConvertedWeight",
-    "DecoderBackbone",
-    "Description",
-    "ImageBackbone",
-    "ImageClassifier",
-    "ImageConfig",
-    "ImagePreprocessor",
-    "LIMoEBackbone",
-    "MixerBackbone",
-    "MixerImageClassifier",
-    "MoEBackbone",
-    "MoETask",
-    "ModelCard",
-    "Part",
-    "Perplexity",
-    "TeacherFeatures",
-    "TextBackbone",
-    "TextTokenizer",
-    "Tower",
-    "TowerOutputs",
-    "TransformerConfig",
-    "Variant",
-    "ViTBackbone",
-    "ViTImageClassifier",
-    "abstract",
-    "convert",
-    "describe",
-    "export_weights",
-    "from_preset",
-    "image_tower",
-    "list_presets",
-    "pack",
-    "pad_patches",
-    "register_backbone",
-    "register_presets",
-    "register_task",
-    "resolve",
-    "upload",
-]
+    "VARIANTS", "Blueprint", "CLIPBackbone", "CardResult", "CausalLM",
+    "ClassProbability", "ContrastiveAccuracy", "ContrastiveModel", "ConversionReport",
+    "ConvertedWeight", "DecoderBackbone", "Description", "ImageBackbone",
+    "ImageClassifier", "ImageConfig", "ImagePreprocessor", "LIMoEBackbone",
+    "MixerBackbone", "MixerImageClassifier", "MoEBackbone", "MoETask", "ModelCard",
+    "Part", "Perplexity", "TeacherFeatures", "TextBackbone", "TextTokenizer", "Tower",
+    "TowerOutputs", "TransformerConfig", "Variant", "ViTBackbone", "ViTImageClassifier",
+    "abstract", "convert", "describe", "export_weights", "from_preset", "image_tower",
+    "list_presets", "pack", "pad_patches", "register_backbone", "register_presets",
+    "register_task", "resolve", "upload",
+]  # fmt: skip
 __dir__ = __all__.copy
 
 register_presets(builtin_presets())

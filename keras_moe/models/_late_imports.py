@@ -1,7 +1,7 @@
-"""Defers imports inside another library until they are needed.
+"""Imports KerasHub without TensorFlow, which it only needs for `tf.data`.
 
-Importing KerasHub imports TensorFlow and TensorFlow Text, which it only needs for
-`tf.data`. On JAX and PyTorch that would double the import time and memory.
+On JAX and PyTorch, TensorFlow and TensorFlow Text would double the time and the memory
+of an import. They are loaded when KerasHub first uses them.
 """
 
 import contextlib
@@ -9,109 +9,61 @@ import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
+
+# What KerasHub's modules import.
+_MODULES = (
+    "tensorflow",
+    "tensorflow_text",
+    "tensorflow_text.tools",
+    "tensorflow_text.tools.wordpiece_vocab",
+    "tensorflow_text.tools.wordpiece_vocab.wordpiece_tokenizer_learner_lib",
+)
 
 
 class _LateModule(types.ModuleType):
-    """Placeholder of a module; accessing a missing attribute loads the module."""
+    """Stands for a module, which is loaded for the first attribute that is missing."""
 
-    def __init__(self, name: str, load: Callable[[str], Any], absent: Sequence[str]):
-        super().__init__(name)
-        # Marks a package, so that `_Submodules` finds its submodules.
-        self.__path__ = []
-        self._load, self._absent = load, absent
+    # Marks a package.
+    __path__ = []
 
     def __getattr__(self, name):
-        if name.startswith("__") or name in self._absent:
+        is_importing = sys.modules.get(self.__name__) is self
+        # KerasHub's cache of words works without the base class `tf.Module`.
+        if name.startswith("__") or (is_importing and name == "Module"):
             raise AttributeError(name)
-        return getattr(self._load(self.__name__), name)
+        _remove()
+        return getattr(importlib.import_module(self.__name__), name)
 
 
-class _LateAttribute:
-    """Placeholder of a function or submodule, loaded when used."""
-
-    def __init__(self, module: str, name: str, load: Callable[[str], Any]):
-        self._parts = module, name
-        self._load = load
-
-    def _get(self):
-        module, name = self._parts
-        with contextlib.suppress(AttributeError):
-            return getattr(self._load(module), name)
-        return self._load(f"{module}.{name}")
-
-    def __call__(self, *args, **kwargs):
-        return self._get()(*args, **kwargs)
-
-    def __getattr__(self, name):
-        return getattr(self._get(), name)
+def _remove():
+    for name in _MODULES:
+        if isinstance(sys.modules.get(name), _LateModule):
+            del sys.modules[name]
 
 
-class _Submodules:
-    """Finder that loads the real submodules of placeholder modules."""
-
-    def __init__(self, standins: Mapping[str, Any], load: Callable[[str], Any]):
-        self._standins, self._load = standins, load
-        self._spec = None
-
-    def find_spec(self, name, path=None, target=None):
-        root = name.partition(".")[0]
-        standin = self._standins.get(root)
-        if standin is None or sys.modules.get(root) is not standin:
-            return None
-        module = self._load(name)
-        # Do not load it twice: a second copy would register everything again. `import`
-        # uses the module's own spec if there is one.
-        self._spec = module.__spec__
-        loader: Any = self
-        module.__spec__ = importlib.util.spec_from_loader(name, loader)
-        return module.__spec__
-
-    def create_module(self, spec):
-        return sys.modules[spec.name]
-
-    def exec_module(self, module):
-        module.__spec__ = self._spec
+def _executing_eagerly():
+    return importlib.import_module(_MODULES[0]).executing_eagerly()
 
 
 @contextlib.contextmanager
-def loaded_on_demand(
-    modules: Mapping[str, Sequence[str]], absent: Sequence[str] = ()
-) -> Iterator[None]:
-    """Defers imports within the context to the first use of an unlisted attribute."""
-    roots = {name for name in modules if "." not in name}
-    if any(name in sys.modules or not _is_installed(name) for name in roots):
-        yield
-        return
-
-    def remove():
-        for name, module in standins.items():
-            if sys.modules.get(name) is module:
-                del sys.modules[name]
-
-    def load(name):
-        remove()
-        # Code imported in the context may load them from now on.
-        for module in standins.values():
-            module._absent = ()
-        return importlib.import_module(name)
-
-    standins = {name: _LateModule(name, load, absent) for name in modules}
-    for name, attributes in modules.items():
-        for attribute in attributes:
-            setattr(standins[name], attribute, _LateAttribute(name, attribute, load))
-    finder = _Submodules(standins, load)
-    sys.modules.update(standins)
-    sys.meta_path.insert(0, finder)
+def tensorflow_on_demand() -> Iterator[None]:
+    """Context in which importing TensorFlow and TensorFlow Text loads neither."""
+    for name in _MODULES[:2]:
+        spec = None if name in sys.modules else importlib.util.find_spec(name)
+        # A leftover empty folder has no file.
+        if spec is None or spec.origin is None:
+            yield
+            return
+    modules = {name: _LateModule(name) for name in _MODULES}
+    for name, module in modules.items():
+        parent, _, own = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], own, module)
+    # KerasHub looks whether it has this one.
+    modules["tensorflow"].executing_eagerly = _executing_eagerly  # pyright: ignore
+    sys.modules.update(modules)
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)
-        remove()
-
-
-def _is_installed(name):
-    """Whether a module has a file, not only a leftover empty folder."""
-    spec = importlib.util.find_spec(name)
-    return spec is not None and spec.origin is not None
+        _remove()

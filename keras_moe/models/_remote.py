@@ -181,10 +181,8 @@ def _named(error, source):
         return ValueError(f"Expected a handle like hf://USER/NAME; {received}")
     is_gated = isinstance(error, errors.GatedRepoError)
     if isinstance(error, errors.RepositoryNotFoundError) and not is_gated:
-        return ValueError(
-            f"Expected a repository on {server}, which if private needs {login}; "
-            f"received: {source}, which is not there ({error})"
-        )
+        expected = f"a repository on {server}, which if private needs {login}"
+        return unfit(expected, f"{source}, which is not there ({error})")
     if is_gated or status in (401, 403):
         return PermissionError(
             f"Expected access to {source}: if its page on {server} says so, ask for "

@@ -14,15 +14,9 @@ from keras_moe.models.backbones.clip import CLIPBackbone
 from keras_moe.models.backbones.decoder import DecoderBackbone
 from keras_moe.models.backbones.text import TextBackbone
 from keras_moe.models.backbones.vit import ViTBackbone
-from keras_moe.models.conversion import (
-    _gpt2,
-    _moepp,
-    _openclip,
-    _timm,
-    _transformers,
-)
+from keras_moe.models.conversion import _gpt2, _moepp, _openclip, _timm, _transformers
 from keras_moe.models.conversion._rules import Normalization
-from keras_moe.models.conversion._spec import ACTIVATIONS, CLIP_IMAGES
+from keras_moe.models.conversion._spec import ACTIVATIONS, CLIP_IMAGES, CONFIG_NAME
 from keras_moe.models.conversion.published_weights import KERNEL, POSITIONS
 
 # What makes the tensors and files of image and text models, and of language models.
@@ -31,10 +25,7 @@ _TOWERS = {
     "timm": _timm.timm_files,
     "transformers": _transformers.transformers_files,
 }
-_LANGUAGE = {
-    "moe_plus_plus": _moepp.moepp_files,
-    "transformers": _gpt2.gpt2_files,
-}
+_LANGUAGE = {"moe_plus_plus": _moepp.moepp_files, "transformers": _gpt2.gpt2_files}
 # Bytes of a file; more are split over several, with an index.
 _SHARD = 5 * 10**9
 # From this library's activation names to transformers'.
@@ -95,7 +86,7 @@ def export_weights(model: KerasModel, library: str, folder: str | os.PathLike) -
         expected = f"library to be one of {tuple(formats)} for {type(model).__name__}"
         raise unfit(expected, library=library)
     tensors, files = formats[library](exported)
-    weights_name, config_name = "model.safetensors", _transformers.CONFIG_NAME
+    weights_name, config_name = "model.safetensors", CONFIG_NAME
     if library == "open_clip":
         weights_name, config_name = f"open_clip_{weights_name}", _openclip.CONFIG_NAME
     shards = _shards(tensors, weights_name)
@@ -139,8 +130,13 @@ def _shards(tensors, weights_name):
     }
 
 
-# What other libraries' attention has, unless a format says otherwise.
-_PLAIN_ATTENTION = {
+# What other libraries' towers have, unless a format says otherwise.
+_PLAIN = {
+    "norm": "layer",
+    "final_norm": True,
+    "embedding_norm": False,
+    "position_embedding": "learned",
+    "query_key_norm": False,
     "head_dim": None,
     "num_key_value_heads": None,
     "attention_sinks": False,
@@ -168,7 +164,8 @@ class ExportedTower(NamedTuple):
             expected = f"an activation of {sorted(_ACTIVATIONS)} for {kind}"
             raise unfit(expected, activation=self.config["activation"])
         values = {**self.config, "image_pooling": self.pooling}
-        for name, value in {**_PLAIN_ATTENTION, **wanted}.items():
+        # Those of the format come first.
+        for name, value in {**wanted, **_PLAIN, **wanted}.items():
             if name not in values:
                 continue
             if values[name] != value:

@@ -23,16 +23,9 @@ _TASKS: dict[str, type] = {}
 _PRESETS: dict[str, dict] = {}
 # Optional entries of a preset with their defaults.
 _OPTIONAL = {
-    "source": "",
-    "task": None,
-    "task_config": {},
-    "class_names": None,
-    "weights": None,
-    "package": None,
-    "results": (),
-    "license": None,
-    "attribution": "",
-}
+    "source": "", "task": None, "task_config": {}, "class_names": None, "weights": None,
+    "package": None, "results": (), "license": None, "attribution": "",
+}  # fmt: skip
 _ENTRIES = ["description", "backbone", "config", *_OPTIONAL, "variant"]
 
 

@@ -23,27 +23,10 @@ from keras_moe.ops.token_choice import (
 from keras_moe.ops.transport import Transport, sinkhorn
 
 __all__ = [
-    "EXPERT_TYPES",
-    "Cost",
-    "DensePlan",
-    "ExpertTypes",
-    "HeterogeneousPlan",
-    "RaggedPlan",
-    "Routing",
-    "RoutingPlan",
-    "SlotPlan",
-    "SoftPlan",
-    "Transport",
-    "dropless_token_choice",
-    "entmax",
-    "expert_capacity",
-    "expert_choice",
-    "expert_types",
-    "grouped_matmul",
-    "grouped_mlp",
-    "heterogeneous_capacity",
-    "sinkhorn",
-    "sparse_transport",
-    "token_choice",
-]
+    "EXPERT_TYPES", "Cost", "DensePlan", "ExpertTypes", "HeterogeneousPlan",
+    "RaggedPlan", "Routing", "RoutingPlan", "SlotPlan", "SoftPlan", "Transport",
+    "dropless_token_choice", "entmax", "expert_capacity", "expert_choice",
+    "expert_types", "grouped_matmul", "grouped_mlp", "heterogeneous_capacity",
+    "sinkhorn", "sparse_transport", "token_choice",
+]  # fmt: skip
 __dir__ = __all__.copy

@@ -100,6 +100,28 @@ def grouped_mlp(
     return _kernels().grouped_mlp(rows, group_sizes, weights, activation)
 
 
+def split_of(layout: Any) -> Any:
+    """How JAX splits rows and experts under a layout of kernels (E, D, H), or None."""
+    from keras_moe.ops.kernels import _exchange_jax
+
+    return _exchange_jax.split_of(layout)
+
+
+def grouped_mlp_on_devices(
+    rows: Tensor, group_sizes: Tensor, split: Any, activation: Callable, weights: dict
+) -> Tensor:
+    """`grouped_mlp` of each device's rows (P, R, D) and sizes (P, E) on JAX.
+
+    The rows travel to the devices that have their experts and back.
+    """
+    from keras_moe.ops.kernels import _exchange_jax
+
+    tensors = Weights._make(map(weights.get, Weights._fields)).map(
+        ops.convert_to_tensor
+    )
+    return _exchange_jax.grouped_mlp(rows, group_sizes, tensors, activation, split)
+
+
 def row_experts(group_sizes: Tensor, num_rows: Size) -> Tensor:
     """The expert of each row, for rows sorted by expert; the last for padding."""
     rows = ops.arange(num_rows, dtype="int32")

@@ -3,19 +3,13 @@
 Axes: G groups, S group_size, E experts, C capacity, K selected experts, R rows.
 """
 
+import math
 from typing import NamedTuple
 
 import keras
 from keras import ops
 
-from keras_moe._checks import (
-    check_affinity,
-    check_integer,
-    check_one_of,
-    check_selected,
-    fits_shape,
-    unfit,
-)
+from keras_moe import _checks
 from keras_moe._types import Size, Tensor
 from keras_moe.ops._primitives import (
     argmax,
@@ -89,7 +83,7 @@ def token_choice(
     """
     affinity = ops.convert_to_tensor(affinity)
     gates = ops.convert_to_tensor(gates)
-    check_affinity(affinity, gates, capacity, mask)
+    _checks.check_affinity(affinity, gates, capacity, mask)
     _check(affinity, num_selected_experts, normalize_gates, in_place_experts)
     num_experts = affinity.shape[-1]
     num_slotted = num_experts - in_place_experts
@@ -251,10 +245,9 @@ def dropless_token_choice(
     """
     affinity = ops.convert_to_tensor(affinity)
     gates = ops.convert_to_tensor(gates)
-    check_affinity(affinity, gates, None, mask)
+    _checks.check_affinity(affinity, gates, None, mask)
     _check(affinity, num_selected_experts, normalize_gates, in_place_experts)
-    num_groups, num_tokens, num_experts = ops.shape(affinity)
-    num_experts = num_experts - in_place_experts
+    num_experts = ops.shape(affinity)[2] - in_place_experts
 
     experts, weights = choices or top_experts(affinity, gates, num_selected_experts)
     routed = _routed(experts, mask, available)
@@ -269,7 +262,15 @@ def dropless_token_choice(
         weights = ops.where(routed, weights, 0.0)
     if routed is not None:
         experts = ops.where(routed, experts, num_experts)
-    num_rows = num_groups * num_tokens * num_selected_experts
+    row_tokens, token_rows, group_sizes = rows_by_expert(experts, num_experts)
+    plan = RaggedPlan(row_tokens, token_rows, weights, experts, group_sizes)
+    return HeterogeneousPlan(plan, *in_place) if in_place_experts else plan
+
+
+def rows_by_expert(experts: Tensor, num_experts: Size) -> tuple[Tensor, Tensor, Tensor]:
+    """`row_tokens`, `token_rows` and `group_sizes` of choices (..., K), E for none."""
+    num_choices = experts.shape[-1]
+    num_rows = math.prod(ops.shape(experts))
     _check_range(1, num_experts + 1, num_rows)
     # One integer holds expert and choice: sorted, the choices stand by expert.
     row = ops.arange(num_rows, dtype="int32")
@@ -278,15 +279,12 @@ def dropless_token_choice(
     # model does not have.
     first = ops.arange(num_experts + 1, dtype="int32") * num_rows
     bounds = ops.sum(ops.cast(keys[None] < first[:, None], "int32"), axis=1)
-    group_sizes = bounds[1:] - bounds[:-1]
     choice = keys % num_rows
-    row_tokens = ops.floor_divide(choice, num_selected_experts)
+    row_tokens = ops.floor_divide(choice, num_choices)
+    row_tokens = ops.where(row < bounds[-1], row_tokens, -1)
     token_rows = ops.reshape(_invert(choice), ops.shape(experts))
-    if routed is not None:
-        row_tokens = ops.where(row < bounds[-1], row_tokens, -1)
-        token_rows = ops.where(routed, token_rows, -1)
-    plan = RaggedPlan(row_tokens, token_rows, weights, experts, group_sizes)
-    return HeterogeneousPlan(plan, *in_place) if in_place_experts else plan
+    token_rows = ops.where(experts < num_experts, token_rows, -1)
+    return row_tokens, token_rows, bounds[1:] - bounds[:-1]
 
 
 def _invert(permutation):
@@ -306,9 +304,9 @@ def invert(permutation: Tensor) -> Tensor:
 
 def _check(affinity, num_selected_experts, normalize_gates, in_place_experts):
     num_experts = affinity.shape[-1]
-    check_selected(num_selected_experts, num_experts)
-    check_one_of("normalize_gates", normalize_gates, NORMALIZATIONS)
-    check_integer("in_place_experts", in_place_experts, 0, num_experts - 1)
+    _checks.check_selected(num_selected_experts, num_experts)
+    _checks.check_one_of("normalize_gates", normalize_gates, NORMALIZATIONS)
+    _checks.check_integer("in_place_experts", in_place_experts, 0, num_experts - 1)
 
 
 def _routed(experts, mask, available):
@@ -358,7 +356,7 @@ def top_experts(affinity, gates, num_selected_experts):
 def selected_experts(affinity: Tensor, num_selected_experts: int) -> Tensor:
     """1 for the K experts of largest affinity (G, S, E), else 0, as float32."""
     affinity = ops.convert_to_tensor(affinity)
-    check_selected(num_selected_experts, affinity.shape[-1])
+    _checks.check_selected(num_selected_experts, affinity.shape[-1])
     experts, weights = top_experts(affinity, affinity, num_selected_experts)
     return one_hot_choices(experts, weights, ops.shape(affinity)[-1])[0]
 
@@ -367,10 +365,10 @@ def _rank(priority, affinity, num_selected_experts):
     """Numbers (G, S), the smallest of which is served first; None as they stand."""
     if priority is not None and not isinstance(priority, str):
         rank = ops.convert_to_tensor(priority)
-        if not fits_shape(rank.shape, affinity.shape[:2]):
+        if not _checks.fits_shape(rank.shape, affinity.shape[:2]):
             expected = f"numbers of shape {tuple(affinity.shape[:2])} as priority"
-            raise unfit(expected, f"priority.shape={tuple(rank.shape)}")
-    elif check_one_of("priority", priority, PRIORITIES) == "first_come":
+            raise _checks.unfit(expected, f"priority.shape={tuple(rank.shape)}")
+    elif _checks.check_one_of("priority", priority, PRIORITIES) == "first_come":
         return None
     # The affinity allocates, and the gates only weigh the outputs.
     elif priority == "max_gate":

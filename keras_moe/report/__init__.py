@@ -15,18 +15,7 @@ from keras_moe.report.section import (
 from keras_moe.report.writing import Report, write_report
 
 __all__ = [
-    "Batch",
-    "Block",
-    "Figure",
-    "Finding",
-    "Html",
-    "LayerSection",
-    "Options",
-    "Report",
-    "ReportedModel",
-    "Section",
-    "SectionContent",
-    "Table",
-    "write_report",
-]
+    "Batch", "Block", "Figure", "Finding", "Html", "LayerSection", "Options", "Report",
+    "ReportedModel", "Section", "SectionContent", "Table", "write_report",
+]  # fmt: skip
 __dir__ = __all__.copy

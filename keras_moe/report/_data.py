@@ -148,10 +148,9 @@ def _check_inputs(inputs, model):
         inputs = {"images": inputs}
     for name, symbol in expected.items():
         if name not in inputs:
-            raise ValueError(
-                f"Expected {' and '.join(expected)}, an array or in a dict; received: "
-                f"a dict of {sorted(map(str, inputs))}"
-            )
+            names = " and ".join(expected)
+            given = f"a dict of {sorted(map(str, inputs))}"
+            raise unfit(f"{names}, an array or in a dict", given)
         shape = tuple(inputs[name].shape)
         if not fits_shape(shape, symbol.shape):
             wanted = ", ".join(str(x or "any") for x in symbol.shape[1:])
@@ -257,13 +256,11 @@ def _symbols(model):
     """Symbolic routing records, and the logits of a classifier."""
     routing = {key: record._asdict() for key, record in model.routing.items()}
     if not hasattr(model, "num_classes"):
-        embeddings = isinstance(model.output, dict) and [
-            model.output[f"{x}_embeddings"]
-            for x in (IMAGE, TEXT)
-            if f"{x}_embeddings" in model.output
-        ]
-        is_pair = embeddings and len(embeddings) == 2
-        return {"routing": routing, **({"embeddings": embeddings} if is_pair else {})}
+        outputs = model.output if isinstance(model.output, dict) else {}
+        names = [f"{modality}_embeddings" for modality in (IMAGE, TEXT)]
+        if {*names} <= {*outputs}:
+            return {"routing": routing, "embeddings": [outputs[x] for x in names]}
+        return {"routing": routing}
     if getattr(model, "encoded", None) is None:
         return {"routing": routing, "outputs": model.output}
     # A classifier calls its backbone as a layer, and records are in the backbone's

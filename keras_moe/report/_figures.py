@@ -48,9 +48,9 @@ def draw_loads(
         left = positions + (number - (len(shares) - 1) / 2) * width
         colours = COLOURS[number]
         if len(shares) == 1:
-            own = EXPERT_COLOURS * (len(types) // len(EXPERT_COLOURS) + 1)
-            plain = len({*types} - {"pruned"}) == 1
-            colours = own[: len(types)] if plain else [_TYPES[x] for x in types]
+            colours = [_TYPES[x] for x in types]
+            if len({*types} - {"pruned"}) == 1:
+                colours = np.resize(EXPERT_COLOURS, len(types))
         axis.bar(left, 100 * np.asarray(row), width, color=colours)
         if len(shares) > 1:
             axis.plot([], [], "s", color=COLOURS[number], label=group)

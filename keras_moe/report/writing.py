@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from keras_moe._batches import array_length, is_arrays, progress_bar
+from keras_moe._batches import progress_bar
 from keras_moe._checks import check_integer, import_extra, unfit
 from keras_moe._files import (
     is_plain_file,
@@ -24,7 +24,7 @@ from keras_moe._files import (
 )
 from keras_moe._types import KerasModel
 from keras_moe._version import __version__
-from keras_moe.analysis.plots._figure import figure_svg, write_figure
+from keras_moe.analysis.plots._figure import figure_svg, save_figure
 from keras_moe.evaluation.retrieval import retrieval
 from keras_moe.report._data import draw_examples, routed_batches
 from keras_moe.report._queues import ShuffledBatches, whole_groups
@@ -132,9 +132,7 @@ def write_report(
 
     options = options or Options()
     check_integer("max_examples", max_examples, optional=True)
-    known = [] if max_examples is None else [max_examples]
-    known += [array_length(data)] if is_arrays(data) else []
-    check_examples(options.examples, min(known, default=None))
+    check_examples(options.examples, max_examples)
     reported = reported_model(model, name, class_names)
     own = [x(reported, options) for x in sections or SECTIONS if x.fits(reported)]
     _check_distinct("anchors of sections", [section.anchor for section in own])
@@ -183,7 +181,7 @@ def write_report(
     with staged_folder(folder, "report", _is_report, _is_own(folder)) as staging:
         for drawing, picture in zip(drawings, pictures):
             drawing.set_dpi(_DPI)
-            write_figure(drawing, staging / picture)
+            save_figure(drawing, staging / picture)
         page = page_html(reported.name, contents, facts, command, credit)
         write_text(staging / PAGE, page)
         write_json(staging / DATA, values)

@@ -15,18 +15,8 @@ from keras_moe.routers.sparse_router import SparseRouter
 from keras_moe.routers.token_choice import TokenChoiceRouter
 
 __all__ = [
-    "ROUTERS",
-    "Affinity",
-    "ExpertChoiceRouter",
-    "PathwayAwareRouter",
-    "Router",
-    "SinkhornAffinity",
-    "SoftRouter",
-    "SoftmaxAffinity",
-    "SparseRouter",
-    "SparsityConstrainedAffinity",
-    "TokenChoiceRouter",
-    "get",
-    "register_router",
-]
+    "ROUTERS", "Affinity", "ExpertChoiceRouter", "PathwayAwareRouter", "Router",
+    "SinkhornAffinity", "SoftRouter", "SoftmaxAffinity", "SparseRouter",
+    "SparsityConstrainedAffinity", "TokenChoiceRouter", "get", "register_router",
+]  # fmt: skip
 __dir__ = __all__.copy

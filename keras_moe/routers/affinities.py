@@ -5,15 +5,7 @@ Axes: G groups, S group_size, E experts.
 
 import keras
 
-from keras_moe._checks import (
-    argument_values,
-    check_bool,
-    check_concrete,
-    check_integer,
-    check_one_of,
-    check_positive,
-    unfit,
-)
+from keras_moe import _checks
 from keras_moe._types import Config, Tensor
 from keras_moe.ops.sparse_transport import SOLVERS, sparse_transport
 from keras_moe.ops.transport import sinkhorn
@@ -35,7 +27,7 @@ class Affinity:
     """
 
     def __new__(cls, *args, **kwargs):
-        check_concrete(cls, Affinity, "SoftmaxAffinity")
+        _checks.check_concrete(cls, Affinity, "SoftmaxAffinity")
         return super().__new__(cls)
 
     # Default std of the training noise, times E. Equations 7 to 9 of *Routers in Vision
@@ -58,7 +50,7 @@ class Affinity:
         return side == "expert"
 
     def get_config(self) -> dict:
-        return argument_values(self, Affinity)
+        return _checks.argument_values(self, Affinity)
 
     @classmethod
     def from_config(cls, config: dict) -> "Affinity":
@@ -100,7 +92,7 @@ class SinkhornAffinity(Affinity):
     """
 
     def __init__(self, iterations: int = 20):
-        self.iterations = check_integer("iterations", iterations)
+        self.iterations = _checks.check_integer("iterations", iterations)
 
     def __call__(self, logits, gates, side, max_nonzeros, mask=None):
         return sinkhorn(logits, self.iterations, mask).plan
@@ -130,10 +122,10 @@ class SparsityConstrainedAffinity(Affinity):
         iterations: int | None = None,
         learning_rate: float = 0.01,
     ):
-        self.sparse = check_bool("sparse", sparse)
-        self.solver = check_one_of("solver", solver, SOLVERS)
-        self.iterations = check_integer("iterations", iterations, optional=True)
-        self.learning_rate = check_positive("learning_rate", learning_rate)
+        self.sparse = _checks.check_bool("sparse", sparse)
+        self.solver = _checks.check_one_of("solver", solver, SOLVERS)
+        self.iterations = _checks.check_integer("iterations", iterations, optional=True)
+        self.learning_rate = _checks.check_positive("learning_rate", learning_rate)
 
     def __call__(self, logits, gates, side, max_nonzeros, mask=None):
         return sparse_transport(
@@ -162,5 +154,5 @@ def get(identifier: Affinity | str | Config) -> Affinity:
         identifier = keras.saving.deserialize_keras_object(identifier)
     if not isinstance(identifier, Affinity):
         expected = f"affinity to be one of {sorted(BY_NAME)} or an Affinity"
-        raise unfit(expected, affinity=identifier)
+        raise _checks.unfit(expected, affinity=identifier)
     return identifier

@@ -8,13 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe._checks import (
-    check_bool,
-    check_integer,
-    check_one_of,
-    check_positive,
-    unfit,
-)
+from keras_moe import _checks
 from keras_moe._types import Size, Tensor
 from keras_moe.ops.capacity import heterogeneous_capacity
 from keras_moe.ops.expert_types import ExpertTypes, expert_types
@@ -103,7 +97,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
                     "factors as capacities, one kernel for all modalities and softmax "
                     "gates"
                 )
-                raise unfit(expected, **{name: value})
+                raise _checks.unfit(expected, **{name: value})
         super().__init__(
             num_experts,
             num_selected_experts,
@@ -111,7 +105,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
             **kwargs,
         )
         # "auto" would need the number of FFN experts.
-        check_integer("constant_experts", constant_experts, minimum=0)
+        _checks.check_integer("constant_experts", constant_experts, minimum=0)
         counts = (zero_experts, copy_experts, constant_experts)
         num_ffn_experts = self.num_experts - sum(counts)
         if num_ffn_experts < 1:
@@ -121,15 +115,15 @@ class PathwayAwareRouter(TokenChoiceRouter):
                 f"copy_experts={copy_experts}, constant_experts={constant_experts}"
             )
         self._expert_types = expert_types(num_ffn_experts, *counts)
-        self.tau = check_positive("tau", tau)
-        self.gating_residual = check_bool("gating_residual", gating_residual)
-        check_integer("gate_hidden_dim", gate_hidden_dim, optional=True)
-        check_positive("logits_norm_std", logits_norm_std, optional=True)
+        self.tau = _checks.check_positive("tau", tau)
+        self.gating_residual = _checks.check_bool("gating_residual", gating_residual)
+        _checks.check_integer("gate_hidden_dim", gate_hidden_dim, optional=True)
+        _checks.check_positive("logits_norm_std", logits_norm_std, optional=True)
         if logits_norm_std is not None:
-            check_integer("num_experts", num_experts, minimum=2)
+            _checks.check_integer("num_experts", num_experts, minimum=2)
         self.gate_hidden_dim = gate_hidden_dim
         self.logits_norm_std = logits_norm_std
-        self.zero_gates = check_one_of("zero_gates", zero_gates, ZERO_GATES)
+        self.zero_gates = _checks.check_one_of("zero_gates", zero_gates, ZERO_GATES)
 
     def default_auxiliary_losses(self):
         return {"heterogeneous_balance": 0.01}

@@ -9,14 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe._checks import (
-    argument_values,
-    check_concrete,
-    check_integer,
-    check_not_negative,
-    check_seed,
-    fits_shape,
-)
+from keras_moe import _checks
 from keras_moe._freezing import KeepsFrozen
 from keras_moe._types import Initializer, Tensor
 from keras_moe.ops._initializers import PathInitializer
@@ -80,14 +73,14 @@ class Router(KeepsFrozen, keras.layers.Layer):
         seed: int | None = None,
         **kwargs,
     ):
-        check_concrete(type(self), Router, "TokenChoiceRouter")
-        num_experts = check_integer("num_experts", num_experts)
+        _checks.check_concrete(type(self), Router, "TokenChoiceRouter")
+        num_experts = _checks.check_integer("num_experts", num_experts)
         kwargs["dtype"] = "float32"
         kwargs.setdefault("name", "router")
         super().__init__(**kwargs)
         self.num_experts = num_experts
-        self.noise_std = check_not_negative("noise_std", noise_std)
-        self.seed = check_seed("seed", seed)
+        self.noise_std = _checks.check_not_negative("noise_std", noise_std)
+        self.seed = _checks.check_seed("seed", seed)
         self.seed_generator = keras.random.SeedGenerator(seed)
         self.supports_masking = True
         self.input_spec = keras.InputSpec(ndim=3)
@@ -149,7 +142,9 @@ class Router(KeepsFrozen, keras.layers.Layer):
             expected = (*tokens.shape[:2], self.num_experts)
         if previous_logits is not None:
             shape = tuple(previous_logits.shape)
-        if shape == expected or (shape and expected and fits_shape(shape, expected)):
+        if shape == expected or (
+            shape and expected and _checks.fits_shape(shape, expected)
+        ):
             return
         raise ValueError(
             "Expected previous_logits of the MoE layer before, of shape "
@@ -188,7 +183,7 @@ class Router(KeepsFrozen, keras.layers.Layer):
             name: keras.saving.serialize_keras_object(value)
             if callable(value)
             else value
-            for name, value in argument_values(self, keras.layers.Layer).items()
+            for name, value in _checks.argument_values(self, keras.layers.Layer).items()
         }
         return {**super().get_config(), **values}
 

@@ -10,17 +10,7 @@ from typing import Any
 
 from keras import ops
 
-from keras_moe._checks import (
-    check_bool,
-    check_concrete,
-    check_disjoint,
-    check_indices,
-    check_initializer,
-    check_integer,
-    check_one_of,
-    check_positive,
-    unfit,
-)
+from keras_moe import _checks
 from keras_moe._types import Config, Initializer, Size, Tensor
 from keras_moe.ops._initializers import PerExpert
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
@@ -107,37 +97,39 @@ class SparseRouter(Router):
         affinity = affinities.get(affinity)
         if noise_std is None:
             noise_std = affinity.default_noise_std
-        check_concrete(type(self), SparseRouter, "TokenChoiceRouter")
+        _checks.check_concrete(type(self), SparseRouter, "TokenChoiceRouter")
         super().__init__(num_experts, noise_std=noise_std, seed=seed, **kwargs)
         self.affinity = affinity
-        self.combine = check_one_of("combine", combine, COMBINES)
+        self.combine = _checks.check_one_of("combine", combine, COMBINES)
         if noisy_combine is None:
             noisy_combine = combine == "affinity" or affinity.noisy_combine(self.side)
-        self.noisy_combine = check_bool("noisy_combine", noisy_combine)
+        self.noisy_combine = _checks.check_bool("noisy_combine", noisy_combine)
         if combine == "affinity":
             # The plan that routes also weighs the outputs.
-            check_one_of("noisy_combine", noisy_combine, (True,))
-        self.normalize_gates = check_one_of(
+            _checks.check_one_of("noisy_combine", noisy_combine, (True,))
+        self.normalize_gates = _checks.check_one_of(
             "normalize_gates", normalize_gates, self.normalizations
         )
         # Private, because a public `num_selected_experts` marks token choice.
-        self._selected = check_integer("num_selected_experts", num_selected_experts)
+        self._selected = _checks.check_integer(
+            "num_selected_experts", num_selected_experts
+        )
         _check_capacity("", capacity_factor, capacity)
         if capacity is None and capacity_factor is None:
             capacity_factor = self.default_capacity_factor
         self.capacity_factor = capacity_factor
         self.capacity = capacity
         self._set_evaluation(evaluation, eval_capacity_factor, eval_capacity)
-        self.capacity_rounding = check_one_of(
+        self.capacity_rounding = _checks.check_one_of(
             "capacity_rounding", capacity_rounding, sorted(ROUNDINGS)
         )
-        self.capacity_multiple_of = check_integer(
+        self.capacity_multiple_of = _checks.check_integer(
             "capacity_multiple_of", capacity_multiple_of, optional=True
         )
-        self.kernel_initializer = check_initializer(
+        self.kernel_initializer = _checks.check_initializer(
             "kernel_initializer", kernel_initializer
         )
-        self.num_modalities = check_integer(
+        self.num_modalities = _checks.check_integer(
             "num_modalities", num_modalities, optional=True
         )
         self.expert_pools = _check_pools(expert_pools, num_modalities, num_experts)
@@ -145,7 +137,7 @@ class SparseRouter(Router):
     def _set_evaluation(self, evaluation, factor, capacity):
         _check_capacity("eval_", factor, capacity)
         if evaluation is not None:
-            check_one_of("evaluation", evaluation, EVALUATIONS)
+            _checks.check_one_of("evaluation", evaluation, EVALUATIONS)
         elif factor is None and capacity is None:
             evaluation = "batch_invariant"
         else:
@@ -203,7 +195,7 @@ class SparseRouter(Router):
             return None
         if modality_ids is None:
             expected = "modality_ids (groups, tokens) for a router with modalities"
-            raise unfit(expected, modality_ids=None)
+            raise _checks.unfit(expected, modality_ids=None)
         modality_ids = ops.cast(modality_ids, "int32")
         return ops.logical_and(modality_ids >= 0, modality_ids < self.modality_count)
 
@@ -369,11 +361,11 @@ def is_sequence(value: object) -> bool:
 
 
 def _check_capacity(prefix, factor, capacity):
-    check_positive(f"{prefix}capacity_factor", factor, optional=True)
-    check_integer(f"{prefix}capacity", capacity, optional=True)
+    _checks.check_positive(f"{prefix}capacity_factor", factor, optional=True)
+    _checks.check_integer(f"{prefix}capacity", capacity, optional=True)
     if factor is not None and capacity is not None:
         received = {f"{prefix}capacity": capacity, f"{prefix}capacity_factor": factor}
-        raise unfit(f"{' or '.join(received)}, not both", **received)
+        raise _checks.unfit(f"{' or '.join(received)}, not both", **received)
 
 
 def _check_pools(expert_pools, num_modalities, num_experts):
@@ -381,11 +373,11 @@ def _check_pools(expert_pools, num_modalities, num_experts):
     if expert_pools is None:
         return None
     pools = [
-        sorted(check_indices("expert_pools", pool, num_experts))
+        sorted(_checks.check_indices("expert_pools", pool, num_experts))
         for pool in expert_pools
     ]
     if not all(pools) or len(pools) != (num_modalities or max(len(pools), 1)):
         expected = f"experts for each modality, num_modalities={num_modalities}"
-        raise unfit(expected, expert_pools=expert_pools)
-    check_disjoint("expert_pools", pools)
+        raise _checks.unfit(expected, expert_pools=expert_pools)
+    _checks.check_disjoint("expert_pools", pools)
     return pools

@@ -16,30 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from keras import ops
+from keras import ops, tree
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from keras_moe import _files
 from keras_moe._checks import import_extra, unfit
-from keras_moe._files import (
-    check_free_space,
-    check_room,
-    is_plain_file,
-    new_partial,
-    read_text,
-    regular_file,
-    replace_folder,
-    sha256_of,
-    sync_file,
-    sync_folder,
-    write_text,
-)
-from keras_moe._processes import rank_and_world_size
+from keras_moe._processes import rank_and_world_size, splitting_backend
 from keras_moe.models._remote import check_storage
 
 STATE_FILE = "state.json"
 # Orbax item that holds the state.
 _STATE = "state"
+# Groups of variables that need another name as Orbax items: Orbax reserves theirs.
+_ITEMS = {"metrics": "running_metrics"}
 # Name of a state's own SHA-256.
 _DIGEST = "state_sha256"
 # `pathlib` collapses the double slash of a URL.
@@ -93,7 +83,7 @@ def _checked(content):
 def write_safetensors(path: Path, groups: dict, content: dict) -> None:
     """Writes a checkpoint atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    writing = new_partial(path)
+    writing = _files.new_partial(path)
     try:
         sums = {}
         for group, variables in groups.items():
@@ -104,17 +94,17 @@ def write_safetensors(path: Path, groups: dict, content: dict) -> None:
                 for index, variable in enumerate(variables)
             }
             file = writing / f"{group}.safetensors"
-            check_room(file, sum(array.nbytes for array in arrays.values()))
+            _files.check_room(file, sum(array.nbytes for array in arrays.values()))
             try:
                 save_file(arrays, file)
             except SafetensorError as error:
                 raise OSError(f"{file} could not be written: {error}") from error
-            sync_file(file)
-            sums[file.name] = sha256_of(file)
+            _files.sync_file(file)
+            sums[file.name] = _files.sha256_of(file)
         state = signed({**content, "sha256": sums})
-        write_text(writing / STATE_FILE, json.dumps(state))
-        sync_folder(writing)
-        replace_folder(writing, path)
+        _files.write_text(writing / STATE_FILE, json.dumps(state))
+        _files.sync_folder(writing)
+        _files.replace_folder(writing, path)
     finally:
         shutil.rmtree(writing, ignore_errors=True)
 
@@ -123,13 +113,13 @@ def read_safetensors(path: Path) -> dict:
     """Verifies a checkpoint's files and returns its state."""
     _check_plain_file(path, STATE_FILE)
     try:
-        content = _checked(json.loads(read_text(path / STATE_FILE, path)))
+        content = _checked(json.loads(_files.read_text(path / STATE_FILE, path)))
     except (RecursionError, ValueError) as error:
         raise ValueError(f"{STATE_FILE} is damaged: {error}") from error
     for group in content["variables"]:
         name = f"{group}.safetensors"
         _check_plain_file(path, name)
-        if sha256_of(path / name) != content["sha256"][name]:
+        if _files.sha256_of(path / name) != content["sha256"][name]:
             raise ValueError(f"{name} is damaged")
     return content
 
@@ -139,7 +129,9 @@ def restore_safetensors(path: Path, groups: dict, saved: dict) -> None:
     for group, variables in groups.items():
         file_path = path / f"{group}.safetensors"
         try:
-            with safe_open(regular_file(file_path, path), framework="np") as file:
+            with safe_open(
+                _files.regular_file(file_path, path), framework="np"
+            ) as file:
                 for index, variable in enumerate(variables):
                     name = f"{index:05d}/{saved[group][index].path}"
                     variable.assign(file.get_tensor(name))
@@ -150,7 +142,7 @@ def restore_safetensors(path: Path, groups: dict, saved: dict) -> None:
 
 def _check_plain_file(path, name):
     """Rejects names that point outside the folder: checkpoints are untrusted."""
-    if not is_plain_file(path, name):
+    if not _files.is_plain_file(path, name):
         raise ValueError(
             f"expected a file in the folder itself, and no link; received: {name!r}"
         )
@@ -168,9 +160,13 @@ def _orbax():
     )
 
 
-def _checkpointer():
-    ocp = _orbax()
-    return ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+def _format():
+    """A context in which groups are trees and the state JSON, which is a tree, too."""
+    context, handlers = _orbax().v1.Context(), _orbax().v1.handlers
+    registry = handlers.local_registry(include_global_registry=False)
+    registry.add(handlers.JsonHandler, checkpointable_name=_STATE)
+    context.checkpointables.registry = registry.add(handlers.PyTreeHandler)
+    return context
 
 
 def is_orbax(path: Any) -> bool:
@@ -180,21 +176,15 @@ def is_orbax(path: Any) -> bool:
 
 def write_orbax(path: Any, groups: dict, content: dict) -> None:
     """Writes a checkpoint from all processes together."""
-    ocp = _orbax()
-    values = {
-        group: {name: _value_to_save(x.value) for name, x in numbered}
-        for group, variables in groups.items()
-        if (numbered := _numbered(variables))
-    }
+    values: Any = tree.map_structure(_value_to_save, _items(groups))
     if not is_remote(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        arrays = [array for group in values.values() for array in group.values()]
-        size = sum(array.nbytes for array in arrays)
-        check_free_space(path, size // rank_and_world_size()[1])
-    args = {group: ocp.args.PyTreeSave(x) for group, x in values.items()}
-    args[_STATE] = ocp.args.JsonSave(signed(content))
+        size = sum(array.nbytes for array in tree.flatten(values))
+        _files.check_free_space(path, size // rank_and_world_size()[1])
+    values[_STATE] = signed(content)
     try:
-        _checkpointer().save(_absolute(path), ocp.args.Composite(**args), force=True)
+        with _format():
+            _orbax().v1.save_checkpointables(_absolute(path), values, overwrite=True)
     except Exception as error:
         # TensorStore reports a full disk as a ValueError.
         raise OSError(f"{path} could not be written: {error}") from error
@@ -202,26 +192,27 @@ def write_orbax(path: Any, groups: dict, content: dict) -> None:
 
 def read_orbax(path: Any) -> dict:
     """Returns a checkpoint's state."""
-    ocp = _orbax()
-    args = ocp.args.Composite(**{_STATE: ocp.args.JsonRestore()})
     try:
-        return _checked(_checkpointer().restore(_absolute(path), args)[_STATE])
+        return _checked(_load(path, {_STATE: None})[_STATE])
     except Exception as error:
         raise ValueError(f"{error}") from error
 
 
 def restore_orbax(path: Any, groups: dict) -> None:
     """Assigns the saved arrays to variables."""
-    ocp = _orbax()
-    args = {}
-    for group, variables in groups.items():
-        named = {name: _restore_args(x.value) for name, x in _numbered(variables)}
-        if named:
-            args[group] = ocp.args.PyTreeRestore(restore_args=named)
-    values = _checkpointer().restore(_absolute(path), ocp.args.Composite(**args))
-    for group in args:
-        for name, variable in _numbered(groups[group]):
-            variable.assign(values[group][name])
+    items = _items(groups)
+    # A sharded array names its own type and layout.
+    wanted = tree.map_structure(
+        lambda x: x.value if _is_sharded(x.value) else np.ndarray, items
+    )
+    for item, values in _load(path, wanted).items():
+        for name, variable in items[item].items():
+            variable.assign(values[name])
+
+
+def _load(path, wanted):
+    with _format():
+        return _orbax().v1.load_checkpointables(_absolute(path), wanted)
 
 
 def _absolute(path):
@@ -229,30 +220,24 @@ def _absolute(path):
     return path if is_remote(path) else path.absolute()
 
 
-def _numbered(variables):
-    """Numbers the variables and skips empty ones, which Orbax rejects."""
-    return [(f"{i:05d}", x) for i, x in enumerate(variables) if 0 not in x.shape]
+def _items(groups):
+    """Numbered variables by item, without empty ones, which Orbax rejects."""
+    items = {}
+    for group, variables in groups.items():
+        named = {f"{i:05d}": x for i, x in enumerate(variables) if 0 not in x.shape}
+        if named:
+            items[_ITEMS.get(group, group)] = named
+    return items
 
 
 def _is_sharded(value):
     """Whether each process reads and writes its own shards of an array."""
-    if not hasattr(type(value), "addressable_shards"):
-        return False
-    return rank_and_world_size()[1] == 1 or not value.is_fully_addressable
+    alone = rank_and_world_size()[1] == 1
+    has_shards = hasattr(type(value), "addressable_shards")
+    return has_shards and (alone or not value.is_fully_addressable)
 
 
-def _value_to_save(value):
-    if not _is_sharded(value):
-        return np.asarray(ops.convert_to_numpy(value))
-    from keras_moe._backends.jax import with_shards
-
-    return with_shards(value)
-
-
-def _restore_args(value):
-    ocp = _orbax()
-    if not _is_sharded(value):
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-    return ocp.ArrayRestoreArgs(
-        sharding=value.sharding, global_shape=value.shape, dtype=value.dtype
-    )
+def _value_to_save(variable):
+    if not _is_sharded(variable.value):
+        return np.asarray(ops.convert_to_numpy(variable.value))
+    return splitting_backend().with_shards(variable.value)

@@ -13,13 +13,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe import _compat
 from keras_moe._checks import check_integer, check_one_of, import_extra, unfit
-from keras_moe._compat import (
-    kept_random_states,
-    moving_averages,
-    own_variables,
-    restored,
-)
 from keras_moe._processes import process_index
 
 UNITS = ("epochs", "steps")
@@ -157,7 +152,7 @@ def unchanged(model: keras.Model) -> Iterator[None]:
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()
     variables = [*model.non_trainable_variables, *model.metrics_variables]
-    with kept_random_states(), restored(variables):
+    with _compat.kept_random_states(), _compat.restored(variables):
         yield
 
 
@@ -284,8 +279,8 @@ def _keeper(model) -> Any:
 def _exchange(model):
     optimizer = _keeper(model)
     for weight, average in zip(
-        own_variables(optimizer, trainable=True),
-        moving_averages(optimizer),
+        _compat.own_variables(optimizer, trainable=True),
+        _compat.moving_averages(optimizer),
         strict=True,
     ):
         # Copied: on some backends the value changes with its variable.

@@ -6,13 +6,7 @@ Axes: B batch, C classes, L labels of an example.
 import keras
 from keras import ops
 
-from keras_moe._checks import (
-    argument_names,
-    check_bool,
-    check_class_labels,
-    check_integer,
-    check_positive,
-)
+from keras_moe import _checks
 from keras_moe._types import DType
 from keras_moe.losses.classification import counted, logits_of
 
@@ -46,7 +40,7 @@ class PrecisionAt1(keras.metrics.Mean):
         dtype: DType | None = None,
     ):
         super().__init__(name=name, dtype=dtype)
-        self.sparse_labels = check_bool("sparse_labels", sparse_labels)
+        self.sparse_labels = _checks.check_bool("sparse_labels", sparse_labels)
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         y_true, y_pred = _checked(y_true, y_pred, self.sparse_labels)
@@ -103,11 +97,11 @@ class MeanAveragePrecision(keras.metrics.Metric):
         dtype: DType | None = None,
     ):
         super().__init__(name=name, dtype=dtype)
-        self.num_classes = check_integer("num_classes", num_classes)
-        self.num_bins = check_integer("num_bins", num_bins, minimum=2)
-        self.max_logit = check_positive("max_logit", max_logit)
+        self.num_classes = _checks.check_integer("num_classes", num_classes)
+        self.num_bins = _checks.check_integer("num_bins", num_bins, minimum=2)
+        self.max_logit = _checks.check_positive("max_logit", max_logit)
         self.from_logits = bool(from_logits)
-        self.sparse_labels = check_bool("sparse_labels", sparse_labels)
+        self.sparse_labels = _checks.check_bool("sparse_labels", sparse_labels)
         # Flat, for the scatter-add.
         size = (self.num_classes * self.num_bins,)
         self.positives = self.add_weight(size, "zeros", name="positives")
@@ -162,23 +156,20 @@ class MeanAveragePrecision(keras.metrics.Metric):
         return ops.sum(values * is_there) / ops.maximum(ops.sum(is_there), 1.0)
 
     def get_config(self):
-        own = {name: getattr(self, name) for name in argument_names(type(self))}
+        own = {name: getattr(self, name) for name in _checks.argument_names(type(self))}
         return {**own, **super().get_config()}
 
 
 def _checked(y_true, y_pred, sparse_labels):
     """Returns labels and predictions as tensors."""
     if sparse_labels:
-        check_class_labels(y_true, y_pred.shape[-1], ignored=-1)
+        _checks.check_class_labels(y_true, y_pred.shape[-1], ignored=-1)
     y_true, y_pred = ops.convert_to_tensor(y_true), ops.convert_to_tensor(y_pred)
     fits = len(y_true.shape) == len(y_pred.shape) == 2
     if not fits or not (sparse_labels or y_true.shape[1] == y_pred.shape[1]):
-        raise ValueError(
-            "Expected labels and predictions (batch, classes), or labels (batch, "
-            "labels) with sparse_labels=True; received: y_true.shape="
-            f"{tuple(y_true.shape)}, y_pred.shape={tuple(y_pred.shape)}, "
-            f"sparse_labels={sparse_labels}"
-        )
+        expected = "labels and predictions (batch, classes), or labels (batch, labels)"
+        shapes = f"shapes {tuple(y_true.shape)} and {tuple(y_pred.shape)}"
+        raise _checks.unfit(expected, shapes, sparse_labels=sparse_labels)
     return y_true, y_pred
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+from keras import ops
 
 from keras_moe import models
 from keras_moe._checks import check_bool, check_integer, unfit
@@ -78,79 +79,54 @@ def greedy_soup(
         expected = "a model whose weights are floats, made before it is quantised"
         raise unfit(expected, f"{quantised[0].path} of {quantised[0].dtype}")
     with restored(model.variables):
-        average = _Average(model, checkpoints, metric)
-        soup = _greedy_soup(average, replacement, max_ingredients)
+        soup = _greedy_soup(model, checkpoints, metric, replacement, max_ingredients)
         weights = model.get_weights()
     model.set_weights(weights)
     return soup
 
 
-def _greedy_soup(average, replacement, max_ingredients):
-    indices = range(len(average.checkpoints))
-    singles = [average.score(index, alone=True) for index in indices]
-    average.add(int(np.argmax(singles)))
-    scores = [max(singles)]
-    while len(average.ingredients) < max_ingredients:
-        candidates = {
-            index: average.score(index)
-            for index in indices
-            if replacement or index not in average.ingredients
-        }
-        if not candidates or max(candidates.values()) <= scores[-1]:
-            break
-        best = max(candidates, key=lambda index: candidates[index])
-        average.add(best)
-        scores.append(candidates[best])
-    average.assign()
-    return Soup(tuple(average.ingredients), tuple(scores), tuple(singles))
+def _greedy_soup(model, checkpoints, metric, replacement, max_ingredients):
+    averaged = [x for x in model.weights if keras.backend.is_float_dtype(x.dtype)]
+    totals: list[Any] = [0.0] * len(averaged)
+    ingredients, scores, singles = [], [], []
 
+    def load(index):
+        """Loads a checkpoint, and returns the sums with its weights."""
+        try:
+            _load_weights(model, checkpoints[index])
+        except (ValueError, OSError, KeyError, TypeError) as error:
+            expected = "the weights of the model"
+            raise unfit(expected, f"checkpoint {index}: {error}") from error
+        values = (ops.convert_to_numpy(ops.cast(x, "float32")) for x in averaged)
+        return [total + value for total, value in zip(totals, values)]
 
-class _Average:
-    """The sum of the ingredients so far, and a model to try them with."""
-
-    def __init__(self, model, checkpoints, metric):
-        self.model, self.checkpoints, self.metric = model, checkpoints, metric
-        self.averaged = [
-            x for x in model.weights if keras.backend.is_float_dtype(x.dtype)
-        ]
-        self.totals = [np.zeros(x.shape, "float32") for x in self.averaged]
-        self.ingredients: list[int] = []
-
-    def score(self, index: int, alone: bool = False) -> float:
-        """Returns the metric of a checkpoint, alone or added to the average."""
-        self._load(index)
-        if not alone:
-            for variable, total in zip(self.averaged, self.totals, strict=True):
-                mean = (total + _to_numpy(variable)) / (len(self.ingredients) + 1)
-                variable.assign(mean)
-        value = float(self.metric(self.model))
+    def score(index):
+        for variable, total in zip(averaged, load(index)):
+            variable.assign(total / (len(ingredients) + 1))
+        value = float(metric(model))
         if not np.isfinite(value):
             raise unfit("a finite metric", f"{value} with checkpoint {index}")
         return value
 
-    def add(self, index: int) -> None:
-        """Adds a checkpoint to the average."""
-        self._load(index)
-        for variable, total in zip(self.averaged, self.totals, strict=True):
-            total += _to_numpy(variable)
-        self.ingredients.append(index)
-
-    def assign(self) -> None:
-        """Gives the model the average weights and the best checkpoint's integers."""
-        self._load(self.ingredients[0])
-        for variable, total in zip(self.averaged, self.totals, strict=True):
-            variable.assign(total / len(self.ingredients))
-
-    def _load(self, index):
-        try:
-            _load_weights(self.model, self.checkpoints[index])
-        except (ValueError, OSError, KeyError, TypeError) as error:
-            expected = "the weights of the model"
-            raise unfit(expected, f"checkpoint {index}: {error}") from error
-
-
-def _to_numpy(variable) -> np.ndarray:
-    return keras.ops.convert_to_numpy(keras.ops.cast(variable, "float32"))
+    while len(ingredients) < max_ingredients:
+        candidates = {
+            index: score(index)
+            for index in range(len(checkpoints))
+            if replacement or index not in ingredients
+        }
+        # The first round is of each checkpoint alone.
+        singles = singles or list(candidates.values())
+        if not candidates or (scores and max(candidates.values()) <= scores[-1]):
+            break
+        best = max(candidates, key=lambda index: candidates[index])
+        totals = load(best)
+        ingredients.append(best)
+        scores.append(candidates[best])
+    # Integers are those of the best checkpoint.
+    load(ingredients[0])
+    for variable, total in zip(averaged, totals):
+        variable.assign(total / len(ingredients))
+    return Soup(tuple(ingredients), tuple(scores), tuple(singles))
 
 
 def _load_weights(model, checkpoint):
@@ -213,16 +189,12 @@ def cooldown_branch(
     check_integer("cooldown_steps", cooldown_steps)
     schedule = recipe.schedule
     if schedule.decay not in OPEN_ENDED:
-        raise ValueError(
-            f"Expected a decay among {OPEN_ENDED}, whose learning rates do not depend "
-            f"on the run's length; received: decay={schedule.decay!r}"
-        )
+        expected = f"a decay among {OPEN_ENDED}, whatever the length of the run"
+        raise unfit(expected, decay=schedule.decay)
     for name in ("warmup_steps", "cooldown_steps"):
         if 0 < getattr(schedule, name) < 1:
-            raise ValueError(
-                "Expected a number of steps, since a share of the run would change "
-                f"with its length; received: {name}={getattr(schedule, name)!r}"
-            )
+            expected = "a number of steps, as a share changes with the length"
+            raise unfit(expected, **{name: getattr(schedule, name)})
     last = float("inf") if schedule.steps is None else schedule.steps
     if not schedule.warmup_steps <= start_step <= last - schedule.cooldown_steps:
         raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe._checks import check_dropout, check_integer, check_one_of, check_positive
+from keras_moe._checks import check_dropout, check_one_of, check_positive
 
 # Kernels of one matrix per expert, and of attention's heads.
 _EXPERTS = re.compile(r"(.*/)?experts/[a-z]+_kernel")
@@ -52,14 +52,13 @@ class Muon(keras.optimizers.Muon):
             `rms_rate=0.2` one that suits AdamW does.
         weight_decay: decoupled weight decay of both kinds of weights, or None.
         momentum: momentum of matrices, in [0, 1).
-        nesterov: see the formula.
-        ns_steps: number of steps of Newton and Schulz.
         rms_rate: root mean square of a matrix's step for a learning rate of 1; None
             for `learning_rate orthogonal(u)`.
         ns_dtype: dtype of these steps, `"float32"` or, as the release, `"bfloat16"`.
         exclude_layers: regular expressions; weights whose path contains one are moved
             by Adam, too. Name the last layer of your own model.
-        **kwargs: further arguments of `keras.optimizers.Muon`.
+        **kwargs: further arguments of `keras.optimizers.Muon`, such as `nesterov` and
+            `ns_steps`.
 
     References: *Muon: An optimizer for hidden layers in neural networks*,
         https://kellerjordan.github.io/posts/muon; *Muon is Scalable for LLM Training*,
@@ -86,8 +85,6 @@ class Muon(keras.optimizers.Muon):
         weight_decay: float | None = 0.004,
         *,
         momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_steps: int = 5,
         rms_rate: float | None = 0.2,
         ns_dtype: str = "float32",
         exclude_layers: Sequence[str] = (),
@@ -109,8 +106,6 @@ class Muon(keras.optimizers.Muon):
             rate,
             weight_decay=decay,
             momentum=check_dropout("momentum", momentum),
-            nesterov=nesterov,
-            ns_steps=check_integer("ns_steps", ns_steps),
             rms_rate=check_positive("rms_rate", rms_rate, optional=True),
             exclude_layers=list(exclude_layers),
             # Refused if given: both kinds of weights decay alike, and embeddings are

@@ -8,13 +8,8 @@ import keras
 import numpy as np
 from keras import ops, tree
 
+from keras_moe import _compat
 from keras_moe._batches import progress_bar
-from keras_moe._compat import (
-    flatten_layers,
-    kept_random_states,
-    own_variables,
-    restored,
-)
 from keras_moe._types import Structure
 from keras_moe.training.callbacks import ProgressCallback
 
@@ -118,7 +113,7 @@ def locate_non_finite(
         return NonFinite("weights", bad)
     if not all(_is_finite(value) for value in tree.flatten([x, y])):
         return NonFinite("inputs", "")
-    with kept_random_states(), restored(model.variables):
+    with _compat.kept_random_states(), _compat.restored(model.variables):
         with _watched_layers(model) as (finished, found):
             y_pred = model(x, training=True)
         if found:
@@ -185,7 +180,7 @@ def _watched_layers(model):
 
     layers = [
         layer
-        for layer in flatten_layers(model, include_self=False)
+        for layer in _compat.flatten_layers(model, include_self=False)
         if not isinstance(layer, keras.layers.InputLayer)
     ]
     for layer in layers:
@@ -211,7 +206,7 @@ class _GradientProbe(keras.optimizers.Optimizer):
 def _bad_gradient(model, x, y, finished):
     optimizer = model.optimizer
     try:
-        with restored(model.metrics_variables):
+        with _compat.restored(model.metrics_variables):
             model.optimizer = _GradientProbe()
             model.optimizer.build(model.trainable_variables)
             model.make_train_function(force=True)
@@ -222,7 +217,7 @@ def _bad_gradient(model, x, y, finished):
         model.train_function = None
     # Gradients flow from the last layer to the first.
     owners = [
-        (path, own_variables(layer, trainable=True))
+        (path, _compat.own_variables(layer, trainable=True))
         for layer, path in reversed(finished)
     ]
     owners += [(variable.path, [variable]) for variable in model.trainable_variables]

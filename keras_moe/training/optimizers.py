@@ -11,6 +11,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_moe import _compat
 from keras_moe._checks import (
     check_argument_names,
     check_dropout,
@@ -19,12 +20,6 @@ from keras_moe._checks import (
     check_one_of,
     check_positive,
     unfit,
-)
-from keras_moe._compat import (
-    count_batches,
-    moving_averages,
-    rate_or_schedule,
-    variable_layout,
 )
 from keras_moe.training.muon import Muon
 from keras_moe.training.sections import Section
@@ -186,7 +181,7 @@ class ParameterGroups(_Optimizer):
         return [(factor, chosen) for factor, chosen in members.items() if factor]
 
     def _get_current_learning_rate(self):
-        rate = rate_or_schedule(self)
+        rate = _compat.rate_or_schedule(self)
         if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
             rate = rate(self.iterations)
         else:
@@ -199,11 +194,11 @@ class ParameterGroups(_Optimizer):
             super()._update_model_variables_moving_average(trainable_variables)
             return
         # Otherwise Keras would average again after batches that change no weight.
-        done = ops.cast(count_batches(self), "int32") + 1
+        done = ops.cast(_compat.count_batches(self), "int32") + 1
         kept = ops.where(done % batches == 0, self.ema_momentum, 1.0)
         kept = ops.where(done <= batches, 0.0, kept)
         for variable, average in zip(
-            trainable_variables, moving_averages(self), strict=True
+            trainable_variables, _compat.moving_averages(self), strict=True
         ):
             share = ops.cast(kept, variable.dtype)
             average.assign(share * average + (1 - share) * variable)
@@ -299,7 +294,7 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
                         variable.shape,
                         dtype=self.momentum_dtype,
                         # Sharded like the weight.
-                        layout=variable_layout(variable),
+                        layout=_compat.variable_layout(variable),
                         name=f"{name}_first_moment",
                     )
                 )
@@ -377,23 +372,11 @@ def _grouped(base: Any) -> type:
 
 # Without Nadam, which keeps a product of momenta that every group would update. Keras's
 # own Muon is replaced by one that knows experts.
+_OF_KERAS = "Adadelta Adafactor Adagrad Adam Adamax AdamW Ftrl Lamb Lion RMSprop SGD"
 OPTIMIZERS = {
-    base.__name__.lower(): _grouped(base)
-    for base in (
-        keras.optimizers.Adadelta,
-        keras.optimizers.Adafactor,
-        keras.optimizers.Adagrad,
-        keras.optimizers.Adam,
-        keras.optimizers.Adamax,
-        keras.optimizers.AdamW,
-        keras.optimizers.Ftrl,
-        keras.optimizers.Lamb,
-        keras.optimizers.Lion,
-        Muon,
-        keras.optimizers.RMSprop,
-        keras.optimizers.SGD,
-    )
-} | {"vitg_adafactor": ViTGAdafactor}
+    name.lower(): _grouped(getattr(keras.optimizers, name))
+    for name in _OF_KERAS.split()
+} | {"muon": _grouped(Muon), "vitg_adafactor": ViTGAdafactor}
 
 
 def optimizer_class(name: str) -> type:

@@ -115,11 +115,9 @@ class Recipe:
                 object.__setattr__(self, name, section)
         objective.check_start(self.model)
         if self.data.batch_size % self._accumulated:
-            raise ValueError(
-                "Expected gradient_accumulation_steps to divide batch_size; received: "
-                f"gradient_accumulation_steps={self._accumulated}, "
-                f"batch_size={self.data.batch_size}"
-            )
+            sizes = {"batch_size": self.data.batch_size}
+            sizes["gradient_accumulation_steps"] = self._accumulated
+            raise unfit("gradient_accumulation_steps to divide batch_size", **sizes)
 
     @property
     def _accumulated(self) -> int:

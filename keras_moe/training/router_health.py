@@ -126,10 +126,8 @@ class RouterHealth(PeriodicCallback):
         # The same number on each device.
         number -= number % batch_devices()
         if not number:
-            raise ValueError(
-                f"Expected at least as many images as the {batch_devices()} devices "
-                "that share a batch; received fewer"
-            )
+            expected = f"an image for each of {batch_devices()} devices of a batch"
+            raise unfit(expected, "fewer")
         self.images = keras.tree.map_structure(lambda x: x[:number], images)
         self.training = check_bool("training", training)
         self.csv_path, self.tensorboard = csv_path, tensorboard
@@ -235,45 +233,43 @@ class RouterHealth(PeriodicCallback):
             self._events, self._unwritten = events, []
 
 
-class _RoutingProbe(Hooked):
-    """Outputs a model's routing records, optionally in training mode."""
+class _RoutingProbe:
+    """Reads a model's routing records, optionally in training mode."""
 
     def __init__(self, model, training):
         routing = getattr(model, "routing", None)
         if not routing:
             expected = "a model with MoE blocks, whose `routing` has their records"
             raise unfit(expected, type(model).__name__)
-        super().__init__(keras.Model(model.input, routing), training=training)
+        self.model, self.routers = model, dict.fromkeys(routing)
+        self.records = Hooked(keras.Model(model.input, routing), training=training)
         backbone: Any = getattr(model, "backbone", model)
-        # Plain numbers, so that Keras does not track them.
-        self.selected = dict.fromkeys(routing)
-        biases = {}
         for name in routing:
             # Heads and token mixers of muMoE use all experts.
             if name != "head" and not name.endswith("/token_mixer"):
-                router = getattr(backbone.get_layer(name).feed_forward, "router", None)
-                self.selected[name] = getattr(router, "choices_per_token", None)
-                biases[name] = getattr(router, "selection_bias", None)
-        object.__setattr__(self, "_biases", biases)
-        object.__setattr__(self, "_of", model)
+                layer = backbone.get_layer(name).feed_forward
+                self.routers[name] = getattr(layer, "router", None)
 
     def rows(self, inputs):
         """Returns the figures of each layer."""
-        for number, variable in enumerate(self.model.non_trainable_variables):
+        for number, variable in enumerate(self.records.model.non_trainable_variables):
             if variable.path.endswith("seed_generator_state"):
                 variable.assign(ops.cast([number, 0], variable.dtype))
-        biases = {
-            name: None if bias is None else ops.convert_to_numpy(bias).tolist()
-            for name, bias in self._biases.items()
-        }
-        records, rows = predict_batch(self, inputs), []
-        for name, selected in self.selected.items():
-            mask = routed_tokens(self._of, name, inputs)
+        # Before the pass, which in training mode may move them.
+        biases = dict.fromkeys(self.routers)
+        for name, router in self.routers.items():
+            bias: Any = getattr(router, "selection_bias", None)
+            if bias is not None:
+                biases[name] = ops.convert_to_numpy(bias).tolist()
+        records, rows = predict_batch(self.records, inputs), []
+        for name, router in self.routers.items():
+            mask = routed_tokens(self.model, name, inputs)
+            selected = getattr(router, "choices_per_token", None)
             figures = routing_statistics(records[name], selected, mask)
             shares = figures.expert_shares
             row = {"layer": name, **figures.to_dict()}
             del row["affinity_imbalance"]
-            row["selection_bias"] = biases.get(name)
+            row["selection_bias"] = biases[name]
             row["largest_share"] = float(shares.max())
             row["dead_experts"] = float((shares < DEAD / len(shares)).mean())
             rows.append(row)
@@ -367,7 +363,7 @@ class UsageRecorder(PeriodicCallback):
         groups = None if self.groups is None else self.groups[rows]
         self._counts.append(probe.count(batch, groups, self.group_names, self.mask))
         curves = coverage_curves(self._counts[-1]).values()
-        needed = [np.argmax(curve.covered >= _COVERED) + 1 for curve in curves]
+        needed = [curve.needed(_COVERED) for curve in curves]
         return {"usage/experts": float(statistics.fmean(needed))}
 
     def get_state(self):

@@ -136,10 +136,8 @@ def train(
     best = recipe.schedule.best
     if checkpoint_dir is None:
         if best is not None or branch_from is not None:
-            raise ValueError(
-                "Expected a checkpoint_dir with best or branch_from; received: "
-                f"best={best!r}, branch_from={branch_from!r}, checkpoint_dir=None"
-            )
+            expected = "a checkpoint_dir with best or branch_from"
+            raise unfit(expected, "none", best=best, branch_from=branch_from)
         run = _Run(recipe, datasets, data_dir)
         return _trained(run, None, callbacks, verbose)
     if isinstance(datasets, Datasets):

@@ -99,10 +99,8 @@ class WarmupCooldown(keras.optimizers.schedules.LearningRateSchedule):
 def _check_warmup(warmup_steps, total_steps):
     """Returns `warmup_steps` if steps remain for the decay."""
     if check_integer("warmup_steps", warmup_steps, minimum=0) >= total_steps:
-        raise ValueError(
-            f"Expected a warm-up shorter than the run of {total_steps} steps, or in a "
-            f"recipe a share such as 0.1; received: warmup_steps={warmup_steps}"
-        )
+        expected = f"a warm-up shorter than the run of {total_steps} steps, or a share"
+        raise unfit(expected, warmup_steps=warmup_steps)
     return warmup_steps
 
 
@@ -173,11 +171,8 @@ class ScheduleConfig(Section):
             expected = "cooldown_steps=0 with a decay to the last step"
             raise unfit(expected, cooldown_steps=self.cooldown_steps, decay=self.decay)
         if self.final_learning_rate and is_open and not self.cooldown_steps:
-            raise ValueError(
-                f"Expected cooldown_steps >= 1 for the final learning rate of "
-                f"decay={self.decay!r}; received: cooldown_steps=0, "
-                f"final_learning_rate={self.final_learning_rate!r}"
-            )
+            expected = f"cooldown_steps >= 1 for a final rate of decay={self.decay!r}"
+            raise unfit(expected, final_learning_rate=self.final_learning_rate)
         check_one_of("best", self.best, (None, "keep", "restore"))
         if self.monitor is not None:
             check_string("monitor", self.monitor)
@@ -215,11 +210,8 @@ class ScheduleConfig(Section):
         steps = self.schedule_steps or total
         falls = self.decay not in OPEN_ENDED or self.cooldown_steps
         if steps < total and falls and not self.final_learning_rate:
-            raise ValueError(
-                f"Expected final_learning_rate > 0 for the {total - steps} steps of a "
-                f"run after its schedule; received: schedule_steps={steps}, "
-                f"final_learning_rate={self.final_learning_rate!r}"
-            )
+            expected = f"final_learning_rate > 0 for {total - steps} more steps"
+            raise unfit(expected, final_learning_rate=0.0, schedule_steps=steps)
         peak, final = self.learning_rate, self.final_learning_rate
         warmup = _check_warmup(self.number_of_steps("warmup_steps", steps), steps)
         if self.decay != "cosine":

@@ -7,16 +7,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from keras_moe import data
-from keras_moe._checks import (
-    check_argument_names,
-    check_bool,
-    check_dtype,
-    check_integer,
-    check_one_of,
-    check_positive,
-    unfit,
-)
+from keras_moe import _checks, data
 from keras_moe.data.augmentation import LABEL_MIXING_NAMES
 from keras_moe.data.selection import left_out
 from keras_moe.data.sources import has_captions, open_source
@@ -34,7 +25,7 @@ class Section:
             for kind, article in ((str, "a string"), (dict, "a dict")):
                 if field.type is kind and not isinstance(value, kind):
                     expected = f"{field.name} to be {article}"
-                    raise unfit(expected, f"{field.name}={value!r}")
+                    raise _checks.unfit(expected, f"{field.name}={value!r}")
             # Copied and normalised, as if it came from a file.
             object.__setattr__(self, field.name, json_copy(field.name, value))
 
@@ -42,7 +33,7 @@ class Section:
     def from_settings(cls, settings: Mapping[str, Any]) -> Self:
         """Builds a section from the settings of a file."""
         names = [field.name for field in dataclasses.fields(cls)]
-        check_argument_names(
+        _checks.check_argument_names(
             {**settings}, names, f"the section {cls.title!r} of a recipe"
         )
         return cls(**settings)
@@ -61,7 +52,7 @@ def json_copy(name: str, value: Any) -> Any:
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise unfit(f"{name} to be JSON", f"{name}={value!r}") from error
+        raise _checks.unfit(f"{name} to be JSON", f"{name}={value!r}") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,15 +86,13 @@ class ModelConfig(Section):
 
     def __post_init__(self):
         super().__post_init__()
-        check_bool("load_weights", self.load_weights)
-        check_dtype("dtype", self.dtype)
+        _checks.check_bool("load_weights", self.load_weights)
+        _checks.check_dtype("dtype", self.dtype)
         # These follow from the data and the recipe.
         for name in ("num_classes", "seed"):
             if name in self.overrides:
-                raise ValueError(
-                    f"Expected no {name} of the model, which the recipe or its data "
-                    f"determine; received: {name}={self.overrides[name]!r}"
-                )
+                expected = f"no {name} of the model, which the recipe or its data have"
+                raise _checks.unfit(expected, **{name: self.overrides[name]})
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> Self:
@@ -181,9 +170,9 @@ class DataConfig(Section):
     unreadable: str | None = None
 
     def __post_init__(self):
-        check_integer("batch_size", self.batch_size)
+        _checks.check_integer("batch_size", self.batch_size)
         if self.unreadable is not None:
-            check_one_of("unreadable", self.unreadable, ("exclude",))
+            _checks.check_one_of("unreadable", self.unreadable, ("exclude",))
         super().__post_init__()
 
     def replace(self, **changes: Any) -> Self:
@@ -271,10 +260,10 @@ class MixedData(DataConfig):
     def __post_init__(self):
         if not self.source or not isinstance(self.source, (str, dict)):
             expected = "source to be a name, or a dict from names to weights"
-            raise unfit(expected, source=self.source)
+            raise _checks.unfit(expected, source=self.source)
         for name, weight in self.weights.items():
-            check_positive(f"source[{name!r}]", weight)
-        check_integer("epoch_size", self.epoch_size, optional=True)
+            _checks.check_positive(f"source[{name!r}]", weight)
+        _checks.check_integer("epoch_size", self.epoch_size, optional=True)
         super().__post_init__()
 
     @property
@@ -343,14 +332,16 @@ class PairData(MixedData):
 class TextData(MixedData):
     """Texts for language models.
 
-    Texts are tokenized and packed into rows when a run starts, and stay in memory: 4
-    bytes per token. Documents in a row do not attend to each other.
+    Texts are tokenized when a run starts, and stay in memory: 2 bytes per token, or 4
+    for more than 65,536 ids. Tokens of larger corpora are read from a folder that
+    `keras-moe tokenize` made. Documents in a row do not attend to each other.
 
     Args:
         batch_size: number of rows in a step.
-        source: source of the texts, see `keras_moe.data.load_texts`; or a mixture, as a
-            dict from source to weight: `{"text:books": 3, "text:code": 1}` has 3 rows
-            of the books in each batch for each row of the code.
+        source: source of the texts, see `keras_moe.data.load_texts`; `"tokens:PATH"`, a
+            folder of `keras-moe tokenize`, also `"tokens:gs://bucket/folder"`; or a
+            mixture, as a dict from source to weight: `{"text:books": 3, "text:code":
+            1}` has 3 rows of the books in each batch for each row of the code.
         train_split: see `DataConfig`.
         test_split: split of documents to evaluate on after each epoch.
         epoch_size: rows in an epoch; None counts those of all sources.
@@ -370,6 +361,8 @@ class TextData(MixedData):
         super().__post_init__()
         for name in ("augment", "exclude", "unreadable"):
             if getattr(self, name):
-                raise unfit(f"no {name} for texts", f"{name}={getattr(self, name)!r}")
+                raise _checks.unfit(
+                    f"no {name} for texts", f"{name}={getattr(self, name)!r}"
+                )
         # Packed rows and their tokenizer, by source and `data_dir`.
         object.__setattr__(self, "packed", {})

@@ -7,16 +7,15 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
-
-import numpy as np
-from keras import ops
+from typing import Any, ClassVar
 
 from keras_moe import data
 from keras_moe._checks import check_bool, check_integer, check_one_of
 from keras_moe._files import path_within
 from keras_moe._processes import process_index, process_shard
-from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss, next_tokens
+from keras_moe.data import _tokens
+from keras_moe.data.sources import read_texts
+from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss
 from keras_moe.losses._pairs import check_similarity
 from keras_moe.models import (
     CausalLM,
@@ -25,7 +24,6 @@ from keras_moe.models import (
     ImagePreprocessor,
     Perplexity,
     TextTokenizer,
-    pack,
 )
 from keras_moe.training.objectives import (
     Monitor,
@@ -36,6 +34,8 @@ from keras_moe.training.objectives import (
 from keras_moe.training.sections import DataConfig, Datasets, PairData, TextData
 
 _CLIP, _TRAINED = "clip", "trained"
+# Characters of each source of texts on which a tokenizer is trained.
+_TRAINED_ON = 2**26
 # Tokenizer file in a preset folder.
 _TOKENIZER = "text_tokenizer.json"
 LOSSES = {"softmax": SoftmaxContrastiveLoss, "sigmoid": SigmoidContrastiveLoss}
@@ -77,13 +77,15 @@ class TokenizedObjective(Objective):
         if kept is not None and (kept / _TOKENIZER).is_file():
             tokenizer = TextTokenizer.from_preset(kept)
         else:
-            tokenizer = self._new_tokenizer(model.backbone, config, data_dir)
+            tokenizer = self.new_tokenizer(model.backbone, config, data_dir)
             if kept is not None and process_index() == 0:
                 tokenizer.save_to_preset(kept)
         tokenizer.check_fits(model.backbone)
         model.preprocessor = tokenizer
 
-    def _new_tokenizer(self, backbone, config, data_dir):
+    def new_tokenizer(
+        self, backbone: Any, config: DataConfig, data_dir: str | None
+    ) -> TextTokenizer:
         """Returns the configured tokenizer, trained on the texts if needed."""
         length = self.max_length or backbone.max_length
         name = self.tokenizer
@@ -234,7 +236,8 @@ class NextToken(TokenizedObjective):
 
     Args:
         tokenizer: see `Contrastive`, also for `vocabulary_size`; `"trained"` trains on
-            the training texts.
+            the training texts, the first 64 million characters of each source, or is
+            that of the (first) source if this is a folder of tokens.
         max_length: number of tokens in a row; None uses the model's. A preset's
             tokenizer has a fixed length.
 
@@ -252,10 +255,25 @@ class NextToken(TokenizedObjective):
     def model_arguments(self, num_classes):
         return {"task": CausalLM.task_name}
 
+    def new_tokenizer(self, backbone, config: TextData, data_dir):
+        source = next(iter(config.weights))
+        if self.tokenizer not in (None, _TRAINED) or not _tokens.is_tokens(source):
+            return super().new_tokenizer(backbone, config, data_dir)
+        self._check_no_size(source)
+        tokenizer = TextTokenizer.from_preset(_tokens.tokenizer_of(source))
+        tokenizer.max_length = self.max_length or backbone.max_length
+        return tokenizer
+
     def texts(self, config: TextData, data_dir):
-        sources = config.weights
-        loaded = (data.load_texts(x, config.train_split, data_dir) for x in sources)
-        return [text for texts in loaded for text in texts]
+        texts = []
+        for source in config.weights:
+            left = _TRAINED_ON
+            for text in read_texts(source, config.train_split, data_dir):
+                texts.append(text)
+                left -= len(text)
+                if left <= 0:
+                    break
+        return texts
 
     def datasets(
         self, config: TextData, model, batch_size, seed, data_dir=None, start_step=0
@@ -263,7 +281,7 @@ class NextToken(TokenizedObjective):
         sources, source = tuple(config.weights), config.evaluated_source
         rows = self._rows(config, model, sources, config.train_split, data_dir)
         mixed = len(rows) > 1
-        number = sum(len(x["token_ids"]) for x in rows.values())
+        number = sum(x.count for x in rows.values())
         steps = config.steps_per_epoch(config.epoch_size or number, batch_size)
         shard = process_shard()
         train = data.load_rows(
@@ -276,7 +294,7 @@ class NextToken(TokenizedObjective):
             shard=shard,
         )
         test = self._rows(config, model, (source,), config.test_split, data_dir)
-        test = _for_evaluation(test[source], batch_size)
+        test = test[source].for_evaluation(batch_size)
         test = data.load_rows(test, batch_size, shuffle=False, shard=shard)
         return Datasets(train, test, None, steps)
 
@@ -287,7 +305,7 @@ class NextToken(TokenizedObjective):
         owner, rows = config.packed.get(key, (None, None))
         if owner is not model.preprocessor:
             rows = {
-                source: _packed(model, source, split, data_dir) for source in sources
+                source: _opened(model, source, split, data_dir) for source in sources
             }
             config.packed[key] = model.preprocessor, rows
         return rows
@@ -300,30 +318,21 @@ class NextToken(TokenizedObjective):
         digest = hashlib.sha256()
         for (_, split, _), (_, rows) in config.packed.items():
             for own in rows.values() if split == config.train_split else ():
-                digest.update(own["token_ids"])
+                for content in own.digested:
+                    digest.update(content)
         found = super().taken_from_data(model, config)
         return {**found, "rows_sha256": digest.hexdigest()}
 
 
-def _packed(model, source, split, data_dir):
+def _opened(model, source, split, data_dir):
+    """Returns the rows of a split: of shards, or of texts that are tokenized now."""
     tokenizer = model.preprocessor
-    texts = data.load_texts(source, split, data_dir)
-    # One at a time: lists of ids take many times the memory of arrays.
+    length, padding_id = model.max_length, tokenizer.padding_id
+    if _tokens.is_tokens(source):
+        return _tokens.open_tokens(
+            source, split, length, padding_id, tokenizer.sha256()
+        )
+    texts = read_texts(source, split, data_dir)
     documents = (tokenizer.documents(text)[0] for text in texts)
-    rows = pack(documents, model.max_length, tokenizer.padding_id)
-    return {
-        name: x.astype("uint16") if x.max() < 2**16 else x for name, x in rows.items()
-    }
-
-
-def _for_evaluation(rows, batch_size):
-    """Rows with targets, filled up to whole batches with rows that do not count."""
-    missing = -len(rows["token_ids"]) % batch_size
-    filled = {
-        name: np.concatenate([x, x[:1].repeat(missing, axis=0)]).astype("int32")
-        for name, x in rows.items()
-    }
-    # Padding counts neither for the loss nor for statistics of routers.
-    filled["padding_mask"][len(rows["token_ids"]) :] = 0
-    targets = next_tokens(filled["token_ids"], filled["padding_mask"])
-    return {**filled, "targets": ops.convert_to_numpy(targets)}
+    dtype = _tokens.dtype_of(tokenizer.vocabulary_size)
+    return _tokens.rows_in_memory(documents, dtype, length, padding_id)

@@ -22,7 +22,6 @@ from keras_moe.layers.moe_config import MUMOE, moe_config
 from keras_moe.models.loading._overrides import moe_names
 from keras_moe.models.loading.blueprint import Description
 from keras_moe.models.registry import is_architecture
-from keras_moe.training.callbacks import Callback
 from keras_moe.training.non_finite import NonFiniteLoss
 from keras_moe.training.objectives import Classification
 from keras_moe.training.optimizers import group_factors
@@ -367,17 +366,6 @@ def _with_held_out(recipe, held_out, data_dir) -> Recipe:
 # Runs
 
 
-class _Epochs(Callback):
-    """Tells after each epoch how far a run is."""
-
-    def __init__(self, show: Callable[[str], None]):
-        super().__init__()
-        self.show = show
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.show(f", epoch {epoch + 1} of {self.params['epochs']}")
-
-
 class _Runs:
     """The runs of a comparison, each in a folder of its own and done once."""
 
@@ -404,7 +392,11 @@ class _Runs:
         label = f"{name}, learning rate {rate:g}, seed {seed}"
 
         def make(resume):
-            watch = _Epochs(lambda text: self.show(label + text))
+            watch: Any = keras.callbacks.LambdaCallback(
+                on_epoch_end=lambda epoch, logs: self.show(
+                    f"{label}, epoch {epoch + 1} of {watch.params['epochs']}"
+                )
+            )
             try:
                 run = self._train(recipe, folder, resume, [watch])
             except ValueError as error:

@@ -172,11 +172,9 @@ def upcycle(
     check_not_negative("noise", noise)
     check_share("reinitialize", reinitialize)
     if reinitialize and (carry_optimizer or router == MUMOE):
-        raise ValueError(
-            "Expected experts with units of their own and a new optimizer for "
-            f"reinitialize={reinitialize}; received: router={router!r}, "
-            f"carry_optimizer={carry_optimizer}"
-        )
+        given = {"router": router, "carry_optimizer": carry_optimizer}
+        expected = "experts with units of their own and a new optimizer"
+        raise unfit(expected, reinitialize=reinitialize, **given)
     arguments = {
         "num_experts": num_experts,
         "moe_layers": moe_layers,
@@ -198,7 +196,11 @@ def upcycle(
         images = example_inputs(backbone)
     _check_dense(dense_model, overrides)
     sparse_model = _sparse_twin(dense_model, overrides, moe_arguments)
-    blocks = _new_blocks(dense_model, sparse_model, overrides)
+    sparse_backbone: Any = getattr(sparse_model, "backbone", sparse_model)
+    blocks = [name for name in sparse_backbone.routing if name not in backbone.routing]
+    for tower, own in overrides.items():
+        if not _names_of(tower, blocks):
+            raise unfit("at least one block to upcycle", moe_layers=own["moe_layers"])
     sources = copy_weights(dense_model, sparse_model, noise, reinitialize, noise_seed)
     is_changed = noise > 0 or reinitialize > 0
     report = report_of(dense_model, sparse_model, blocks, images, is_changed)
@@ -215,17 +217,6 @@ def upcycle(
     return sparse_model, report
 
 
-def _new_blocks(dense_model, sparse_model, overrides):
-    """Returns the blocks that became sparse, at least one per tower."""
-    dense, sparse = (getattr(x, "backbone", x) for x in (dense_model, sparse_model))
-    blocks = [name for name in sparse.routing if name not in dense.routing]
-    for tower, arguments in overrides.items():
-        if not _names_of(tower, blocks):
-            expected = "at least one block to upcycle"
-            raise unfit(expected, moe_layers=arguments["moe_layers"])
-    return blocks
-
-
 def _check_dense(model, towers):
     """Validates that the towers are dense, unquantised and without LoRA adapters."""
     routing = getattr(model, "backbone", model).routing
@@ -238,11 +229,10 @@ def _check_dense(model, towers):
             raise unfit(expected, f"{layer.path!r} with gated=True")
         has_lora = getattr(layer, "lora_enabled", False)
         if has_lora or layer.quantization_mode:
-            raise ValueError(
-                "Expected a model of plain weights (saving merges LoRA adapters); "
-                f"received: {layer.path!r} with lora_enabled={has_lora}, "
-                f"quantization_mode={layer.quantization_mode!r}"
-            )
+            expected = "a model of plain weights (saving merges LoRA adapters)"
+            modes = {"lora_enabled": has_lora}
+            modes["quantization_mode"] = layer.quantization_mode
+            raise unfit(expected, layer.path, **modes)
 
 
 def _names_of(tower, names):

@@ -53,7 +53,7 @@ def files(tmp_path_factory):
     ("describe vmoe_b33", "nearest: vmoe_b32"),
     ("describe", "Expected a preset, or --list alone"),
     ("describe vmoe_b32 --set num_expert=4", "num_experts"),
-    ("describe vmoe_b32 --set num_classes=3", "num_classes=3, which --num-classes"),
+    ("describe vmoe_b32 --set num_classes=3", "num_classes=3, which the command"),
     ("describe nowhere/model.npz", "nowhere/model.npz"),
     # estimate
     (f"estimate {HUGE} --chip tpu_v9", "tpu_v9"),
@@ -66,8 +66,8 @@ def files(tmp_path_factory):
     (f"estimate {HUGE} --recipe vmoe_digits", "received: both"),
     ("estimate --recipe routers_jft --devices 8", "--num-classes"),
     # convert
-    (f"convert {NPZ} @new --set num_classes=3", "num_classes=3, which --num-cl"),
-    (f"convert {NPZ} @new --set load_weights=false", "which this program sets"),
+    (f"convert {NPZ} @new --set num_classes=3", "num_classes=3, which the comm"),
+    (f"convert {NPZ} @new --set load_weights=false", "which the command sets"),
     (f"convert {NPZ} @new --set no_such=1", "no_such"),
     (f"convert {NPZ} @other", "a new folder, an empty one or an older preset"),
     (f"convert {NPZ} @names.txt/a/new", "names.txt is a file"),

@@ -1,8 +1,6 @@
 import json
 import re
 import shutil
-import sys
-import types
 
 import keras
 import numpy as np
@@ -166,36 +164,3 @@ def test_a_run_is_extended_where_it_is_asked_for(train, tmp_path, monkeypatch, f
     # No table of settings above a line of what is wrong.
     assert (status, output) == (2, "")
     assert errors == f"error: 40 5 restore {bool(flag)}\n"
-
-
-@pytest.mark.filterwarnings("ignore:After step 5 the learning rate goes:UserWarning")
-def test_weights_and_biases_gets_keras_s_logs(train, tmp_path, monkeypatch, done):
-    """By its own callback, which its package brings."""
-    logged = {}
-
-    class Logger(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            logged[epoch] = set(logs)
-
-    wandb = types.ModuleType("wandb")
-    logged["id"] = []
-    wandb.init = lambda id, **options: logged["id"].append(id) or logged.update(options)
-    wandb.integration = types.ModuleType("wandb.integration")
-    wandb.integration.keras = types.ModuleType("wandb.integration.keras")
-    wandb.integration.keras.WandbMetricsLogger = Logger
-    options = ("mumoe_digits", "--output", tmp_path / "run", "--set", *SMALL)
-    options += ("--recipe-set", "schedule.epochs=1", "schedule.warmup_steps=0")
-    options += ("data.batch_size=256",)
-    status, _, errors = train(*options, "--wandb", "mine")
-    assert (status, "pip install wandb" in errors) == (2, True)
-    for module in (wandb, wandb.integration, wandb.integration.keras):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    options = ("train", *options, "--wandb", "mine", "--health-every", 0)
-    done(*options)
-    assert logged["project"] == "mine"
-    assert logged["config"]["schedule.epochs"] == 1
-    assert {"loss", "val_accuracy"} <= logged[0]
-    done(*options, "--extend", "--recipe-set", "schedule.epochs=2")
-    done(*options, "--restart")
-    first, second, third = logged["id"]
-    assert first == second != third

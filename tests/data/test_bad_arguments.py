@@ -35,11 +35,6 @@ RIGHT = {
         "examples": [(IMAGES[0], 0)],
         "classes": ["a", "b"],
     },
-    data.write_pair_tfrecords: {
-        "folder": "r",
-        "split": "train",
-        "pairs": [(IMAGES[0], "a")],
-    },
 }
 NO_IMAGES = [
     (b"no image at all, but text", "b'no image at all"),
@@ -100,11 +95,10 @@ NO_IMAGES = [
     (data.write_tfrecords, {"examples": []}, "none"),
     (data.write_tfrecords, {"examples": [(IMAGES[0], 2)]}, "2 of example 0"),
     (data.write_tfrecords, {"examples": [(IMAGES[0], 1), (IMAGES[0], [1])]}, "[1] of"),
-    (data.write_pair_tfrecords, {"pairs": [(IMAGES[0], "")]}, "pair 0 has no caption"),
     (
-        data.write_pair_tfrecords,
-        {"tokenizer": lambda _: {"token_ids": [1], "padding_mask": [1]}},
-        "of pair 0 with 1 captions",
+        data.write_tfrecords,
+        {"examples": [(IMAGES[0], "")], "classes": None},
+        "example 0 has no caption",
     ),
     *(
         (data.write_tfrecords, {"examples": [(IMAGES[0], 0), (x, 1)]}, received)

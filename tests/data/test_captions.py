@@ -11,7 +11,6 @@ from keras_moe.data import (
     load_captions,
     load_pairs,
     num_pairs,
-    write_pair_tfrecords,
     write_tfrecords,
 )
 from keras_moe.data._captions import batch_sizes
@@ -174,7 +173,7 @@ def sources(tmp_path):
     names = []
     for name, numbers in (("a", range(10)), ("b", range(100, 107))):
         pairs = [(png(i), [f"{i}", f"{i} again"]) for i in numbers]
-        write_pair_tfrecords(tmp_path / name, "train", pairs)
+        write_tfrecords(tmp_path / name, "train", pairs)
         names.append(f"tfrecord:{tmp_path / name}")
     return names
 

@@ -5,7 +5,14 @@ import gzip
 import numpy as np
 import pytest
 
-from keras_moe.data import _fashion_mnist, class_names, load, num_classes, num_examples
+from keras_moe.data import (
+    _fashion_mnist,
+    class_names,
+    credit,
+    load,
+    num_classes,
+    num_examples,
+)
 from tests.refusals import refuses
 
 RNG = np.random.default_rng(0)
@@ -68,3 +75,14 @@ def test_damaged_files_are_named(folder):
     for labels, message in (([0, 1, 2], "4 images, 3 labels"), ([9, 10, 0, 0], "10")):
         path.write_bytes(idx(np.asarray(labels, "uint8")))
         refuses(f"below 10 .*{folder}; .*{message}", load, "fashion_mnist", "test")
+
+
+def test_the_sample_needs_no_files(folder):
+    sample = load("fashion_mnist", "sample", (28, 28, 1), batch_size=100, shuffle=False)
+    images, labels = next(iter(sample))
+    assert images.shape == (100, 28, 28, 1)
+    assert np.bincount(labels, minlength=10).min() >= 5
+    names = class_names("fashion_mnist")
+    first = [names[label] for label in labels[:4]]
+    assert first == ["ankle boot", "pullover", "trouser", "trouser"]
+    assert credit("fashion_mnist") == "Fashion-MNIST, Zalando SE, MIT"

@@ -1,6 +1,7 @@
 """Sources of texts, and batches of rows of token ids."""
 
 import collections
+import gzip
 import json
 
 import numpy as np
@@ -15,7 +16,7 @@ tf = pytest.importorskip("tensorflow")
 ROWS = {"token_ids": np.arange(24, dtype="uint16").reshape(12, 2)}
 
 
-@pytest.mark.filterwarnings("ignore:1 files in")
+@pytest.mark.filterwarnings("ignore:1 files in", "ignore:1 documents in")
 def test_a_folder_has_a_document_per_file_or_line(tmp_path):
     (tmp_path / "more").mkdir()
     (tmp_path / "a.md").write_text("# Ü\n\nfirst", encoding="utf-8")
@@ -25,7 +26,10 @@ def test_a_folder_has_a_document_per_file_or_line(tmp_path):
     lines = [json.dumps({"text": f"line {n}", "id": n}) for n in range(200)]
     (tmp_path / "c.jsonl").write_text("\n".join(lines) + "\n\n")
     source = f"text:{tmp_path}"
-    with pytest.warns(UserWarning, match=r"1 files .* such as .*picture\.png"):
+    with (
+        pytest.warns(UserWarning, match=r"1 files .* such as .*picture\.png"),
+        pytest.warns(UserWarning, match=r"1 documents .*empty\.txt, document 1"),
+    ):
         texts = load_texts(source, "all")
     assert texts[:2] == ("# Ü\n\nfirst", "line 0")
     assert texts[-1] == "second = 2\n"
@@ -86,6 +90,24 @@ def test_what_json_and_file_names_may_have(tmp_path):
     with pytest.warns(UserWarning, match=r"1 files in .*page\.html"):
         assert load_texts(f"text:{tmp_path}", "all") == tuple(texts)
     assert load_texts(f"text:{tmp_path}/**/*.JSONL", "all") == tuple(texts)
+
+
+def test_lines_that_are_no_texts_are_named(tmp_path):
+    line = b'{"text": "one"}\n'
+    source, path = f"text:{tmp_path}", tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(2 * line))
+    assert load_texts(source, "all") == ("one", "one")
+    for content, message in (
+        (gzip.compress(2 * line)[:-9], r"a\.jsonl\.gz, behind line \d"),
+        (line, "compressed by gzip.* behind line 0"),
+        (gzip.compress(line + b'{"text": "\xff"}'), r"in UTF-8 .*received: line 2"),
+        (gzip.compress(line + b'{"text": "on'), r"a\.jsonl\.gz; received: line 2"),
+    ):
+        path.write_bytes(content)
+        refuses(message, load_texts, source, "all")
+    path.unlink()
+    (tmp_path / "b.txt").write_bytes(b"one\ntwo\xff")
+    refuses(r"b\.txt, line 2", load_texts, source, "all")
 
 
 @pytest.mark.parametrize("ids", [[[0.7]], [[2**31]]])

@@ -124,6 +124,8 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
     assert sorted(flat(read(source))) == [0, 1, 2, 3]
     with pytest.raises(ValueError, match=r"Expected the classes of .*dataset\.json"):
         data.write_tfrecords(tmp_path, "test", [(picture(0), 0)], ["a", "b"])
+    with pytest.raises(ValueError, match="Expected the classes"):
+        data.write_tfrecords(tmp_path, "test", [(picture(0), "a zero")])
 
 
 def test_corrupt_files_are_named(tmp_path):
@@ -270,7 +272,7 @@ def captions_of(number):
 @pytest.fixture
 def source(tmp_path):
     pairs = [(png(i), captions_of(i)) for i in range(11)]
-    data.write_pair_tfrecords(tmp_path, "train", pairs, num_files=2)
+    data.write_tfrecords(tmp_path, "train", pairs, num_files=2)
     return f"tfrecord:{tmp_path}"
 
 
@@ -312,30 +314,6 @@ def test_resumption_and_shards_of_captions(source, choice):
     # Record files are read in parts.
     parts = [batches(2, shard=(i, 2)) for i in range(2)]
     assert len({row[0] for part in parts for batch in part for row in batch}) == 8
-
-
-def test_stored_tokens(tmp_path):
-    def tokenizer(captions):
-        ids = [[1 + int(text.split()[0]), ord(text[-1]), 0] for text in captions]
-        ids = np.array(ids)
-        mask = np.array([[True, True, False]] * len(ids))
-        return {"token_ids": ids, "padding_mask": mask, "token_type_ids": ids[:, :1]}
-
-    pairs = [(png(i), captions_of(i)) for i in range(4)]
-    data.write_pair_tfrecords(tmp_path, "test", pairs, tokenizer=tokenizer)
-    source = f"tfrecord:{tmp_path}"
-    dataset = data.load_pairs(source, "test", SHAPE, captions="all")
-    inputs, ids = next(dataset.as_numpy_iterator())
-    expected = [[1 + i, ord(text[-1]), 0] for i in range(4) for text in captions_of(i)]
-    assert inputs["token_ids"].tolist() == expected
-    assert inputs["token_ids"].dtype == "int32"
-    assert inputs["padding_mask"].tolist() == [[True, True, False]] * len(expected)
-    assert len({*ids["text_ids"].tolist()}) == len(expected)
-    with pytest.raises(ValueError, match="tokenizer=None with stored tokens"):
-        data.load_pairs(source, "test", tokenizer=tokenizer)
-    # Another split cannot have text.
-    with pytest.raises(ValueError, match="Expected the features"):
-        data.write_pair_tfrecords(tmp_path, "train", pairs)
 
 
 def test_faults(tmp_path):

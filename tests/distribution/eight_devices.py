@@ -31,7 +31,7 @@ import numpy as np  # noqa: E402
 
 from keras_moe import data, distribution, models  # noqa: E402
 from keras_moe._backends import jax_compilation  # noqa: E402
-from tests.distribution import losses_on_devices  # noqa: E402
+from tests.distribution import losses_on_devices, rows_on_devices  # noqa: E402
 from tests.small_models import ONE_BLOCK, SMALL  # noqa: E402
 
 # To compile for other devices hides XLA's flags, and not from these devices.
@@ -288,4 +288,5 @@ if __name__ == "__main__":
     results = [[*case, run(*case)] for case in cases]
     results += [[*case, evaluated(*case)] for case in evaluations]
     results.append(["losses", losses_on_devices.results()])
+    results.append(["rows", rows_on_devices.results()])
     print("RESULTS " + json.dumps(results))

@@ -43,6 +43,10 @@ metadata={{op_name="jit(train_step)/moe/experts/dot_general"}}, \
   ROOT %z.2 = (f32[8]{{0}}, f32[32]{{0}}) tuple(%p.4, %o)
 }}
 
+%sends (p: bf16[4,8]) -> bf16[5,8] {{
+  ROOT %x = bf16[5,8]{{1,0}} ragged-all-to-all(%p, %p), replica_groups={{{{0,1}}}}
+}}
+
 %condition (p: f32[8]) -> pred[] {{
   ROOT %c = pred[] compare(%p, %p), direction=LT, {CYCLES % 2}
 }}
@@ -66,10 +70,14 @@ ENTRY %main (a: bf16[4,8]) -> f32[8] {{
 backend_config={{"known_trip_count":{{"n":"3"}}}}
   %w.2 = f32[8]{{0}} while(%w), condition=%until, body=%body
   %w.3 = f32[8]{{0}} while(%w.2), condition=%condition, body=%body
+  %w.4 = f32[8]{{0}} while(%w.3), condition=%until, body=%body, \
+metadata={{op_name="moe/experts/further_rounds/while"}}
   %s = bf16[4,8]{{1,0:T(8,128)(2,1)}} all-to-all(%a), dimensions={{0}}, \
 replica_groups=mesh['x'=2,'y'=8], device_ids=([8,2]T(1,0)) {{'x','y':(2)4}}
   %s.2 = ((bf16[4,8]{{1,0}}), bf16[4,8]{{1,0}}) all-to-all-start(%a), \
 replica_groups=[4,2]<=[8]
+  %s.3 = ((bf16[4,8]{{1,0}}, bf16[5,8]{{1,0}}), bf16[5,8]{{1,0}}, u32[]) \
+async-start(%a), calls=%sends
   %g = (bf16[2,8]{{1,0}}, bf16[4,8]{{1,0}}) all-gather-start(%a), dimensions={{0}}
   %r = (f32[], f32[16]) all-reduce(%a, %w), replica_groups={{{{0,1,2}},{{3,4,5}}}}, \
 to_apply=%sum
@@ -122,8 +130,8 @@ def on_this_machine(compilation, monkeypatch):
 
 def test_a_program_by_hand():
     program = Program(PROGRAM, "adam_w")
-    # Three rounds of the first loop, four of the second by its condition, and one of
-    # the third; the condition's cycles count once, for a round.
+    # Three rounds of the first loop, four of the second by its condition, one of the
+    # third, and none of the last; a condition's cycles count once, for a round.
     assert program.num_open_loops() == 1
     # Of two branches, the longer one counts: four copies.
     copies, first, second, _ = program.longest(10)
@@ -134,6 +142,7 @@ def test_a_program_by_hand():
     assert program.num_untimed() == 1
     assert program.collectives() == {
         "all-to-all": (2, 128),
+        "ragged-all-to-all": (1, 80),
         "all-gather": (2, 64 + 128),
         "all-reduce": (1, 68),
         "collective-permute": (1, 64),

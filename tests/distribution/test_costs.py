@@ -16,6 +16,9 @@ SMALL |= {"num_experts": 4, "num_selected_experts": 2, "examples_per_group": 2}
 SMALL |= {"capacity_factor": 1.0, "capacity_multiple_of": None}
 
 
+DROPLESS = {"dropless": True, "capacity_factor": None, "capacity_multiple_of": None}
+
+
 def small(*arguments, **options):
     return costs("vit_s16", *arguments, **{**SMALL, **options})
 
@@ -66,6 +69,22 @@ def test_layouts_change_what_they_should():
     assert again.flops > kept.flops
     ratio = again.traffic["all-to-all (tokens)"] / kept.traffic["all-to-all (tokens)"]
     assert ratio == 1.5
+
+
+def test_rows_without_a_capacity():
+    # 4 devices with 2 images of 10 tokens each and 2 choices of a token: 40 rows, and
+    # room for 56.
+    limited, dropless = small(4, 8), small(4, 8, **DROPLESS)
+    name = "all-to-all (tokens)"
+    assert dropless.traffic[name] == limited.traffic[name] == 4 * (40 * 8 * 2) * 3 // 4
+    # 2.5 numbers of D = 8, and one of each of 16 hidden units, in bfloat16.
+    more = dropless.memory["activations"] - limited.memory["activations"]
+    assert more == (56 - 40) * (2.5 * 8 + 16) * 2
+    # Groups need not be whole.
+    three = small(4, 8, **DROPLESS, examples_per_group=3)
+    assert three.traffic == dropless.traffic
+    one = small(1, 8, **DROPLESS)
+    assert one.memory["activations"] == small(1, 8).memory["activations"]
 
 
 def test_optimizers_and_text():
@@ -136,7 +155,7 @@ def test_a_torus_passes_data_on():
     ((8, 16, "h200", 8), {}, r"parallel=8, num_experts=\[4\]"),
     ((4, 8), {"optimizer": "lion"}, "'lion'"),
     ((4, 8), {"utilization": 0}, "utilization=0"),
-    ((4, 8), {"dropless": True, "capacity_factor": None}, "share the batch"),
+    ((4, 8), {**DROPLESS, "expert_dropout": 0.1}, "runs all rows"),
     ((4, 8), {"router": "mumoe", "num_selected_experts": None}, "MuMoE"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(arguments, options, message):

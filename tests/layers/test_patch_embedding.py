@@ -3,15 +3,14 @@ import pytest
 
 from keras_moe import layers
 from keras_moe.layers.position_embedding import (
-    cubic_weights,
-    linear_weights,
+    axis_weights,
     sincos_table,
 )
 from tests import golden
 from tests.compare import assert_close, assert_same
 from tests.refusals import refuses
 
-WEIGHTS = {"bilinear": linear_weights, "bicubic": cubic_weights}
+WEIGHTS = {"bilinear": "linear", "bicubic": "bicubic"}
 # timm's `resample_patch_embed` of the kernels 0, 1, ... of 2 x 2 to 3 x 3, and of 4 x 4
 # to 2 x 2: bilinear without antialiasing, bicubic with.
 TIMM = {
@@ -29,7 +28,8 @@ TIMM = {
 def resized(images, size, interpolation):
     """(B, height, width, channels) of one patch each, resized."""
     rows, columns = (
-        WEIGHTS[interpolation](old, new) for old, new in zip(images.shape[1:3], size)
+        axis_weights(old, new, WEIGHTS[interpolation])
+        for old, new in zip(images.shape[1:3], size)
     )
     return np.einsum("yr,xc,brci->byxi", rows, columns, images)
 

@@ -120,19 +120,12 @@ def test_every_router_is_exported(router, tmp_path):
 
 @pytest.mark.skipif(BACKEND != "jax", reason="others can")
 @pytest.mark.every_backend
-def test_groups_of_images_want_one_size_of_batch(tmp_path):
-    model = vit(evaluation="official")
-    with pytest.raises(ValueError, match=r"one size of batch.*input_signature=None"):
-        model.export(tmp_path / "model")
-    assert not (tmp_path / "model").exists()
-
-
-@pytest.mark.skipif(BACKEND != "jax", reason="others can")
-@pytest.mark.every_backend
-def test_what_tensorflow_cannot_read_is_refused(tmp_path):
-    model = vit(**ONE_BLOCK, router="sparsity_constrained_token_choice")
-    with pytest.raises(ValueError, match=r"solver='adam'.*received: solver='newton'"):
-        model.export(tmp_path / "model")
+@pytest.mark.parametrize(("config", "message"), [
+    ({"evaluation": "official"}, r"one size of batch.*input_signature=None"),
+    ({"router": "sparsity_constrained_token_choice"}, r"'adam'.*solver='newton'"),
+])  # fmt: skip
+def test_what_tensorflow_cannot_read_is_refused(config, message, tmp_path):
+    refuses(message, vit(**ONE_BLOCK, **config).export, tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 

@@ -15,7 +15,6 @@ from tests.forks import run_python
 from tests.refusals import refuses
 from tests.small_models import SMALL, assert_same_outputs, images, with_weights
 
-pytestmark = pytest.mark.every_backend
 to_numpy = ops.convert_to_numpy
 LABELS = np.arange(8) % 3
 
@@ -38,6 +37,7 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-np.asarray(x)))
 
 
+@pytest.mark.every_backend
 def test_the_bias_enters_the_choice_and_not_the_gate():
     router = router_of(selected=2, rate=0.0, gates="sigmoid", route_scale=2.0)
     router.selection_bias.assign([0.0, 0.0, 0.9])
@@ -62,6 +62,7 @@ def test_the_bias_enters_the_choice_and_not_the_gate():
     assert_close(routing.combined, expected, 1e-6)
 
 
+@pytest.mark.every_backend
 def test_updates_by_hand():
     router = router_of(rate=0.25)
     # Loads 3, 1 and 0; their mean is 4 / 3.
@@ -79,6 +80,7 @@ def test_updates_by_hand():
     assert_same(bias_of(router), [0.0, 0.0, 0.5])
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("method", ["excluded", "router_drop", "router_pred"])
 def test_the_mean_is_over_experts_that_can_be_chosen(method):
     if method == "excluded":
@@ -92,6 +94,7 @@ def test_the_mean_is_over_experts_that_can_be_chosen(method):
     assert_same(bias_of(router), [-0.25, 0.25, 0.0])
 
 
+@pytest.mark.every_backend
 def test_accumulated_passes_are_one_step():
     tokens = np.random.default_rng(0).normal(size=(1, 12, 4)).astype("float32")
     whole, parts = (router_of(4, 2) for _ in range(2))
@@ -108,6 +111,7 @@ def test_accumulated_passes_are_one_step():
         assert bias_of(whole).any()
 
 
+@pytest.mark.every_backend
 def test_loads_become_equal():
     """Tokens that nearly all want one expert are spread over all of them."""
     generator = np.random.default_rng(0)
@@ -122,6 +126,7 @@ def test_loads_become_equal():
     assert load.max() < 1.3 * load.mean()
 
 
+@pytest.mark.every_backend
 def test_frozen_routers_keep_their_bias():
     tokens = np.eye(3, dtype="float32")[None]
     for part in ("layer", "kernel"):
@@ -187,6 +192,7 @@ def biases(model):
     return [to_numpy(x) for x in model.weights if x.name == "selection_bias"]
 
 
+@pytest.mark.every_backend
 def test_a_step_is_one_in_parts_and_rematerialized():
     expected = fit(classifier())
     assert all(x.any() for x in expected)
@@ -195,6 +201,7 @@ def test_a_step_is_one_in_parts_and_rematerialized():
     assert_same(fit(classifier(rematerialize=True)), expected)
 
 
+@pytest.mark.every_backend
 def test_training_resumes_within_a_step(tmp_path):
     """Saved after two of the three passes of a step."""
     whole = classifier()
@@ -213,6 +220,7 @@ def test_training_resumes_within_a_step(tmp_path):
         assert_same(next(states), next(states))
 
 
+@pytest.mark.every_backend
 def test_a_new_optimizer_begins_a_step():
     model = classifier()
     fit(model, 4, gradient_accumulation_steps=3, epochs=1)
@@ -342,6 +350,7 @@ for value in router.selection_bias.value.values:
 """
 
 
+@pytest.mark.every_backend
 @pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="tf.distribute")
 def test_replicas_balance_by_the_load_of_all():
     done = run_python("-c", REPLICAS)

@@ -83,10 +83,10 @@ def kill_before(owner, name, place):
     """Makes a process kill both before it does something with a path."""
     work = getattr(owner, name)
 
-    def killed(self, path, *args, **kwargs):
+    def killed(path, *args, **kwargs):
         if place in os.fspath(path):
             os.killpg(0, signal.SIGKILL)
-        return work(self, path, *args, **kwargs)
+        return work(path, *args, **kwargs)
 
     setattr(owner, name, killed)
 
@@ -94,9 +94,9 @@ def kill_before(owner, name, place):
 # Which process comes to the moment, and which it is.
 KILLS = (
     # The first checkpoint, of which the other process may have begun to write.
-    (1, ocp.Checkpointer, "save", "step-00000001"),
+    (1, ocp.v1, "save_checkpointables", "step-00000001"),
     # The arrays of both are there, within the second epoch, and the checkpoint is not.
-    (0, ocp.CompositeCheckpointHandler, "finalize", "step-00000005"),
+    (0, os, "rename", "step-00000005"),
 )
 
 

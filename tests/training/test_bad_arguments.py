@@ -104,7 +104,7 @@ BAD_VALUES = {
     },
     "schedule": {"decay": ["stairs"]},
     "Muon": {
-        "momentum": [1.0], "ns_steps": [0], "rms_rate": [0.0],
+        "momentum": [1.0], "rms_rate": [0.0],
         "ns_dtype": ["float16"], "exclude_layers": [["("]],
     },
     "Adafactor": {"epsilon": [0.0], "momentum": [-0.1], "peak_learning_rate": [0.0]},

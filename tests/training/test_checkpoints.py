@@ -136,7 +136,7 @@ def test_an_unfinished_checkpoint_of_orbax_is_skipped(tmp_path, by_orbax):
 def test_an_edited_state_is_skipped(tmp_path, kind):
     save(tmp_path, 1, seed=1)
     path = save(tmp_path, 2, seed=2)
-    (file,) = [x for x in (path / "state.json", path / "state/metadata") if x.exists()]
+    (file,) = [x for x in (path / "state.json", path / "state/data.json") if x.exists()]
     whole = json.loads(file.read_text())
     for edit in (
         {"state": {"seed": 2, "finished": True}}, {"state": {"seed": 1}},
@@ -189,7 +189,7 @@ def test_a_failed_write_leaves_the_checkpoints_before(
     elif failing == "orbax":
         request.getfixturevalue("by_orbax")
         failing, error = (
-            "orbax.checkpoint.Checkpointer.save",
+            "orbax.checkpoint.v1.save_checkpointables",
             ValueError("EXHAUSTED: x"),
         )
         message = "could not be written: EXHAUSTED"

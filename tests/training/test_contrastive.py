@@ -127,7 +127,7 @@ def test_tokenizers(folder, tmp_path):
     file = tmp_path / "exclude.json"
     data.write_exclusion(file, mine.data.source, "train", 9, [*range(7)])
     config = mine.data.replace(exclude=str(file))
-    fewer = Contrastive()._new_tokenizer(model.backbone, config, None)
+    fewer = Contrastive().new_tokenizer(model.backbone, config, None)
     expected = models.TextTokenizer.trained(captions[14:], 530, 8)
     actual = fewer(captions)["token_ids"]
     np.testing.assert_array_equal(actual, expected(captions)["token_ids"])

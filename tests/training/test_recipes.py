@@ -36,7 +36,7 @@ def test_a_recipe_is_its_file(tmp_path):
     first.save(tmp_path / "mine.json")
     again = load_recipe(tmp_path / "mine.json")
     assert again == first
-    mixture = {"source": {"tfds:coco_captions": 3, "emoji:noto,size=64": 1.5}}
+    mixture = {"source": {"tfds:coco_captions": 3, "emoji:language=de,size=64": 1.5}}
     pairs = pair_recipe("x", data={**mixture, "templates": ["a {}.", "{}"]})
     pairs.save(tmp_path / "mine.json")
     assert load_recipe(tmp_path / "mine.json") == pairs

@@ -7,14 +7,7 @@ import numpy as np
 import pytest
 
 from keras_moe import data
-from keras_moe.training import Recipe, Twin, Twins, load_recipe, twins
-from keras_moe.training.twin_runs import (
-    _best,
-    _Runs,
-    _twin,
-    _with_held_out,
-    twin_models,
-)
+from keras_moe.training import Recipe, Twin, Twins, load_recipe, twin_runs, twins
 from tests.refusals import refuses
 from tests.training.runs import linear_model, short_recipe
 
@@ -31,7 +24,7 @@ from tests.training.runs import linear_model, short_recipe
 )
 def test_twins_cost_what_the_model_costs(name, changes, mlp_dim):
     recipe = load_recipe(name).replace(model={**changes, "dropout_rate": 0.1})
-    (_, cost), *others = (both := twin_models(recipe, 10)).values()
+    (_, cost), *others = (both := twin_runs.twin_models(recipe, 10)).values()
     (dense, dense_cost), (wide, wide_cost) = others
     assert list(both) == ["experts", "dense", "wide"]
     assert dense_cost.gflops == pytest.approx(cost.gflops, rel=0.01)
@@ -40,7 +33,7 @@ def test_twins_cost_what_the_model_costs(name, changes, mlp_dim):
     for twin in (dense, wide):
         # Nothing of the experts is left, and everything else is.
         assert set(twin.overrides) == {"moe", "mlp_dim", "dropout_rate"}
-        groups = _twin(recipe, twin, 10).optimizer.groups
+        groups = twin_runs._twin(recipe, twin, 10).optimizer.groups
         matches = [group["match"] for group in recipe.optimizer.groups]
         assert [x["match"] for x in groups] == [x for x in matches if x != "router"]
 
@@ -90,7 +83,7 @@ def recipe(**settings):
 
 def test_images_to_choose_by_are_not_trained_on():
     for held_out, size in ((100, 100), (0.1, 135)):
-        left = _with_held_out(recipe(), held_out, None).data.left_out()
+        left = twin_runs._with_held_out(recipe(), held_out, None).data.left_out()
         train, chosen = (np.delete(np.arange(1347), x) for x in left)
         assert len(chosen) == size
         assert sorted([*train, *chosen]) == list(range(1347))
@@ -154,13 +147,13 @@ def test_runs_are_done_once(small, monkeypatch, tmp_path):
 
 
 def test_a_rate_that_diverges_is_not_chosen(small, tmp_path):
-    own = _with_held_out(recipe(), 200, None)
-    runs = _Runs(recipe(), {"dense": own}, tmp_path, None, 1, None)
+    own = twin_runs._with_held_out(recipe(), 200, None)
+    runs = twin_runs._Runs(recipe(), {"dense": own}, tmp_path, None, 1, None)
     record = runs.trained("dense", 1e38, 0)
     assert "learning_rate=1e+38" in record["diverged"]
     assert runs.trained("dense", 1e38, 0) == record
-    assert _best("dense", {1e38: record, 0.1: {"nll": 2.0}}) == 0.1
-    refuses("dense does not diverge", _best, "dense", {1e38: record})
+    assert twin_runs._best("dense", {1e38: record, 0.1: {"nll": 2.0}}) == 0.1
+    refuses("dense does not diverge", twin_runs._best, "dense", {1e38: record})
 
 
 @pytest.mark.parametrize(

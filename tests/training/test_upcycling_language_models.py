@@ -8,7 +8,7 @@ import pytest
 from keras import ops
 
 from keras_moe import models, training
-from keras_moe.models.conversion._gpt2 import GPT2
+from keras_moe.models.conversion._spec import GPT2
 from tests.compare import assert_close, assert_same
 from tests.keras_hub_language_models import (
     IDS,

@@ -10,7 +10,9 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +38,20 @@ def measure_here(
         whole: seconds after which no further row begins.
     """
     backend = keras.backend.backend()
-    _write([])
+    write_lines([])
     begin = time.monotonic()
     for number, row in enumerate(rows, 1):
         label = f"{backend} {number}/{len(rows)} {row.name}"
         if time.monotonic() - begin > whole:
-            _write([blank(row, backend, "", "not measured: no time was left")])
+            write_lines([blank(row, backend, "", "not measured: no time was left")])
             continue
         try:
             lines = compare(row, backend, report, label, budget)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             lines = [blank(row, backend, "", f"failed: {reason}")]
-        _write(lines)
-        _forget()
+        write_lines(lines)
+        forget()
 
 
 def measure_in_child(
@@ -92,28 +94,68 @@ def measure_in_child(
 
 def _answers_of_child(backend, rows, budget, whole):
     """The lines of each row that a child came to, and its exit status."""
-    command = [sys.executable, "-m", "tools.benchmark", "--child", "--json"]
+    command = ["-m", "tools.benchmark", "--child", "--json"]
     command += ["--seconds", str(budget), "--whole-seconds", str(whole)]
     command += ["--rows", *(f"{row.name}=" for row in rows)]
+    *answers, status = child_answers(command, backend)
+    return answers, status
+
+
+def child_answers(
+    command: list[str],
+    backend: str,
+    seconds: Callable[[], float] | None = None,
+    **environment: str,
+) -> Iterator[Any]:
+    """What a child writes, as it comes: lines of the table; at the end its status.
+
+    Args:
+        command: arguments of Python.
+        backend: the child's backend.
+        seconds: gives the longest wait for an answer, after which the child is killed.
+        **environment: further environment variables.
+    """
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "2"}
-    environment = {**quiet, **os.environ, "KERAS_BACKEND": backend}
-    answers = []
+    environment = {**quiet, **os.environ, **environment, "KERAS_BACKEND": backend}
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        [sys.executable, *command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
     ) as child:
-        for line in child.stdout:
-            # Libraries print to stdout, too.
-            if line.startswith(MARK):
-                answers.append(json.loads(line)["lines"])
-    return answers, child.returncode
+        watch = _watch(child, seconds)
+        try:
+            for line in child.stdout or ():
+                # Libraries print to stdout, too.
+                if line.startswith(MARK):
+                    watch.cancel()
+                    yield json.loads(line)["lines"]
+                    watch = _watch(child, seconds)
+        except BaseException:
+            child.kill()
+            raise
+        finally:
+            watch.cancel()
+    yield child.returncode
 
 
-def _write(lines):
+def _watch(child, seconds):
+    """A timer that kills a child, begun; without seconds it never does."""
+    timer = threading.Timer(seconds() if seconds else 0, child.kill)
+    timer.daemon = True
+    if seconds:
+        timer.start()
+    return timer
+
+
+def write_lines(lines: list[dict[str, Any]]) -> None:
+    """Answers the parent."""
     sys.stdout.write(json.dumps({"lines": lines}) + "\n")
     sys.stdout.flush()
 
 
-def _forget():
+def forget() -> None:
     """Lets go of a row's models and programs, which the next one would pay for."""
     keras.utils.clear_session()
     gc.collect()
@@ -121,3 +163,7 @@ def _forget():
         import jax
 
         jax.clear_caches()
+    elif keras.backend.backend() == "torch":
+        import torch
+
+        torch.cuda.empty_cache()

@@ -71,7 +71,10 @@ class OfficialSigLino:
     """
 
     def __init__(self, tensors: dict[str, np.ndarray], config: dict):
-        self.state = {name: torch.tensor(x) for name, x in tensors.items()}
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.state = {
+            name: torch.tensor(x, device=self.device) for name, x in tensors.items()
+        }
         self.config = config
         blocks = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
         self.num_layers = len(blocks)
@@ -109,7 +112,7 @@ class OfficialSigLino:
                 (rows, (rows / columns) ** 0.5), (columns, (columns / rows) ** 0.5)
             )
         )  # fmt: skip
-        places = torch.cartesian_prod(y, x)
+        places = torch.cartesian_prod(y, x).to(self.device)
         table = self.state["freqs_cis_golden"]
         angles = torch.einsum("np,hfp->nhf", places, table)
         return torch.polar(torch.ones_like(angles), angles)
@@ -174,9 +177,10 @@ def ours(model: keras.Model, images: np.ndarray) -> Callable[[], Any]:
 
         weights = [x.value for x in model.trainable_variables]
         others = [x.value for x in model.non_trainable_variables]
-        call = jax.jit(lambda *state: model.stateless_call(*state, images)[0])
-        return lambda: call(weights, others)
-    batch = torch.tensor(images)
+        images = jax.numpy.asarray(images)
+        call = jax.jit(lambda *inputs: model.stateless_call(*inputs)[0])
+        return lambda: call(weights, others, images)
+    batch = keras.ops.convert_to_tensor(images)
 
     def forward():
         with torch.no_grad():
@@ -185,20 +189,25 @@ def ours(model: keras.Model, images: np.ndarray) -> Callable[[], Any]:
     return forward
 
 
-def siglino(num_layers: int = 4, batch_size: int = 1) -> dict[str, Callable]:
-    """SigLino's mixture at 256 patches, here and in the form of its release."""
+def siglino(
+    num_layers: int = 4, batch_size: int = 1, image_size: int = 256
+) -> dict[str, Callable]:
+    """SigLino's mixture, at 256 patches, here and in the form of its release."""
     tensors = siglino_tensors(num_layers)
     draw = np.random.default_rng(0)
-    images = draw.uniform(-1, 1, (batch_size, 256, 256, 3)).astype("float32")
+    shape = (batch_size, image_size, image_size, 3)
+    images = draw.uniform(-1, 1, shape).astype("float32")
     with tempfile.TemporaryDirectory() as folder:
         save_file(tensors, f"{folder}/model.safetensors")
         (Path(folder) / "config.json").write_text(json.dumps(SIGLINO))
-        model = models.from_preset(folder, task="backbone")
+        size = {} if image_size == 256 else {"image_shape": shape[1:]}
+        model = models.from_preset(folder, task="backbone", **size)
     official = OfficialSigLino(tensors, SIGLINO)
-    patches = patches_of(images, SIGLINO["patch_size"])
+    patches = patches_of(images, SIGLINO["patch_size"]).to(official.device)
+    side = image_size // SIGLINO["patch_size"]
     return {
         "keras_moe": ours(model, images),
-        "official form": lambda: official(patches, 16, 16),
+        "official form": lambda: official(patches, side, side),
     }
 
 

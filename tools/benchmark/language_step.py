@@ -1,11 +1,12 @@
-"""Training of MoE++ language models: a step, and the memory of the logits.
+"""MoE++ language models: a step, the memory of the logits, and decoding.
 
     KERAS_BACKEND=jax python tools/benchmark/language_step.py
 
 The step is that of two blocks of MoE++'s 0.6B model, over its vanilla twin's, with
 plain gradient descent, which costs next to nothing. Its routers are new, so that tokens
 choose evenly among all types of experts. The memory is that of the log-likelihoods and
-their gradients, by JAX's compiler, over that of logits that exist whole.
+their gradients, by JAX's compiler, over that of logits that exist whole. Decoding is
+greedy, by a vanilla mixture of four blocks, beside KerasHub's Mixtral of its sizes.
 """
 
 import argparse
@@ -70,6 +71,38 @@ def logits_memory(
         return memory.temp_size_in_bytes / MIB
 
     return {"in chunks": temporary(None), "whole": temporary(length)}
+
+
+def decoding(length: int = 64, prompt: int = 8) -> dict[str, Callable[[], Any]]:
+    """Continuations of one prompt, here and by KerasHub's Mixtral."""
+    import keras_hub
+
+    sizes = {"vocabulary_size": 4096, "num_layers": 4, "hidden_dim": 256}
+    ours = models.from_preset(
+        PRESETS["vanilla MoE"],
+        task="causal_lm",
+        load_weights=False,
+        max_length=length,
+        num_heads=8,
+        mlp_dim=512,
+        **sizes,
+    )
+    mixtral = keras_hub.models.MixtralBackbone(
+        intermediate_dim=512,
+        num_query_heads=8,
+        num_key_value_heads=8,
+        num_experts=8,
+        top_k=2,
+        **sizes,
+    )
+    ids = np.random.default_rng(0).integers(4, 4096, (1, length), "int32")
+    text = {"token_ids": ids, "padding_mask": np.arange(length)[None] < prompt}
+    hub = keras_hub.models.MixtralCausalLM(mixtral, preprocessor=None)
+    candidates = {}
+    for name, model in (("keras_moe", ours), ("keras_hub", hub)):
+        model.compile(sampler="greedy")
+        candidates[name] = lambda model=model: model.generate(text, stop_token_ids=None)
+    return candidates
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Pairs of encoder blocks as the official JAX code forms them, in Flax.
+"""Encoders as the official JAX code forms them, in Flax.
 
 Written from the papers' equations, with the operations and layouts of google-research's
 vmoe: dense one-hot dispatch by einsums or by indices, experts over the devices by a
@@ -8,7 +8,7 @@ Axes: B batch, N tokens, G groups, S group_size, E experts, C capacity, D hidden
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -196,14 +196,13 @@ class SoftMoE(nn.Module):
         return jnp.einsum("gsec,gecd->gsd", combine, from_experts(outputs, len(x)))
 
 
-class Pair(nn.Module):
-    """Patches, a dense block and one with another feed-forward, a pool and a head."""
+class Encoder(nn.Module):
+    """Patches, a block for each feed-forward, a pool and a head."""
 
     patch_size: int
     dim: int
     num_heads: int
-    mlp_dim: int
-    second: Callable
+    feed_forwards: Sequence[Callable]
     class_token: bool = True
     query_key_norm: bool = False
 
@@ -219,7 +218,7 @@ class Pair(nn.Module):
         positions = nn.initializers.normal(0.02)
         x = x + self.param("positions", positions, (1, *x.shape[1:])).astype(x.dtype)
         losses = 0.0
-        for feed_forward in (functools.partial(MLP, self.mlp_dim), self.second):
+        for feed_forward in self.feed_forwards:
             block = Block(self.num_heads, feed_forward, self.query_key_norm)
             x, loss = block(x)
             losses = losses + loss
@@ -228,16 +227,14 @@ class Pair(nn.Module):
         return nn.Dense(1000, dtype="float32")(x), losses
 
 
-def lower(model: Any, devices: list, batch_size: int, image_shape: tuple) -> Any:
-    """A lowered step of AdamW and clipping; groups and experts over the devices."""
-    import optax
-
-    mesh = jax.make_mesh((len(devices),), ("experts",), devices=devices,
+def mesh_of(devices: list) -> jax.sharding.Mesh:
+    return jax.make_mesh((len(devices),), ("experts",), devices=devices,
                          axis_types=(jax.sharding.AxisType.Auto,))  # fmt: skip
-    everywhere = jax.NamedSharding(mesh, PartitionSpec())
-    split = jax.NamedSharding(mesh, PartitionSpec("experts"))
-    # As this library's models are compiled, and the papers' were.
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def training(model: Any, optimizer: Any) -> tuple[Callable, Callable]:
+    """The function that draws a state, and a step of it."""
+    import optax
 
     def initial(images):
         keys = {"params": jax.random.key(0), "noise": jax.random.key(1)}
@@ -255,6 +252,40 @@ def lower(model: Any, devices: list, batch_size: int, image_shape: tuple) -> Any
         gradients = jax.grad(loss_of)(params)
         updates, moments = optimizer.update(gradients, moments, params)
         return optax.apply_updates(params, updates), moments
+
+    return initial, step
+
+
+def running(model: Any, images: Any, labels: Any) -> Callable[[], Any]:
+    """A step of plain gradient descent on one device, which runs on from the last."""
+    import optax
+
+    images, labels = map(jnp.asarray, (images, labels))
+    initial, step = training(model, optax.sgd(1e-3))
+    mesh = mesh_of(jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        state = jax.jit(initial)(images)
+        step = jax.jit(step, donate_argnums=0)
+
+    def run():
+        nonlocal state
+        with jax.set_mesh(mesh):
+            state = step(state, images, labels, jax.random.PRNGKey(0))
+        return jax.tree.leaves(state)[0]
+
+    return run
+
+
+def lower(model: Any, devices: list, batch_size: int, image_shape: tuple) -> Any:
+    """A lowered step of AdamW and clipping; groups and experts over the devices."""
+    import optax
+
+    mesh = mesh_of(devices)
+    everywhere = jax.NamedSharding(mesh, PartitionSpec())
+    split = jax.NamedSharding(mesh, PartitionSpec("experts"))
+    # As this library's models are compiled, and the papers' were.
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    initial, step = training(model, optimizer)
 
     def spec(shape, dtype, sharding):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

@@ -104,7 +104,7 @@ def written(folder: Path, pairs: tuple) -> dict[str, str]:
                 member = tarfile.TarInfo(f"{number}{suffix}")
                 member.size = len(part)
                 archive.addfile(member, io.BytesIO(part))
-    data.write_pair_tfrecords(folder / "records", "train", zip(files, pairs[1]), 4)
+    data.write_tfrecords(folder / "records", "train", zip(files, pairs[1]), num_files=4)
     return {
         "folder of PNG": f"folder:{folder / 'folder'}",
         "tar of PNG": f"webdataset:{folder / 'train.tar'}",

@@ -190,6 +190,14 @@ ROWS = (
         rounds=7,
     ),
     Row(
+        name="decoding",
+        work="56 tokens of one text, four blocks of 8 experts, D=256, K=2",
+        source="language_step:decoding",
+        subject="keras_moe",
+        goals={"keras_hub": {"torch": 0.5}},
+        rounds=7,
+    ),
+    Row(
         name="logits-memory",
         work="Log-likelihoods of 2,048 tokens among 65,536 and gradients, D=768",
         source="language_step:logits_memory",
@@ -223,13 +231,63 @@ ROWS = (
         subject="V-MoE",
         goals={"dense twin": 1.1},
     ),
+    *(
+        Row(
+            name=f"compiled-{name}",
+            work=f"{work} by torch.compile",
+            source="compiled_step:candidates",
+            arguments=arguments,
+            subject="compiled",
+            goals={"eager": goal},
+            backends=("torch",),
+        )
+        for name, work, arguments, goal in (
+            (
+                "digits-step",
+                "vmoe_digits' training step, batch 64,",
+                {"preset": "vmoe_digits", "batch_size": 64},
+                0.5,
+            ),
+            (
+                "vmoe-s32-step",
+                "V-MoE-S/32's training step, batch 16,",
+                {"preset": "vmoe_s32_last2_e8", "batch_size": 16},
+                None,
+            ),
+            (
+                "vmoe-s32-forward",
+                "V-MoE-S/32's forward, batch 16,",
+                {"preset": "vmoe_s32_last2_e8", "batch_size": 16, "work": "forward"},
+                None,
+            ),
+            (
+                "one-image",
+                "V-MoE-S/32 on one image",
+                {"preset": "vmoe_s32_last2_e8", "batch_size": 1, "work": "forward"},
+                None,
+            ),
+        )
+    ),
+    *(
+        Row(
+            name=f"compiled-vit-s32-{work.split()[-1]}",
+            work=f"ViT-S/32's {work}, batch 16, by torch.compile",
+            source="zoo_step:candidates",
+            arguments={"title": "ViT-S/32", "work": work, "compiled": True},
+            subject="keras_moe",
+            goals={"timm": 1.0, "timm compiled": None},
+            peers={"timm": "timm", "timm compiled": "timm"},
+            backends=("torch",),
+        )
+        for work in ("forward", "training step")
+    ),
     Row(
         name="clip-step",
         work="CLIP-B/32's training step, 4 blocks in each tower, 8 pairs",
         source="pair_step:clip_steps",
         arguments={"num_layers": 4},
         subject="keras_moe",
-        goals={"two towers": None, "keras_hub": None},
+        goals={"two towers": None, "keras_hub": {"torch": 1.0}},
     ),
     Row(
         name="limoe-step",

@@ -101,7 +101,8 @@ def compiled_official(row: Row) -> Measured:
     devices = jax_compilation.topology_devices(row.topology)
     name, *sizes = row.official
     second = functools.partial(getattr(official_forms, name), *sizes)
-    pair = official_forms.Pair(16, 768, 12, 3072, second, **row.pair)
+    first = functools.partial(official_forms.MLP, 3072)
+    pair = official_forms.Encoder(16, 768, 12, (first, second), **row.pair)
     lowered = official_forms.lower(pair, devices, row.batch_size, (224, 224, 3))
     return measured(lowered)
 

@@ -68,8 +68,11 @@ def jitted_step(
         )
     ]
 
+    # Once, and not in every step.
+    batch = [*map(jax.numpy.asarray, (images, labels))]
+
     def run():
-        loss, *held[:] = compiled(*held, images, labels)
+        loss, *held[:] = compiled(*held, *batch)
         return loss
 
     return run
@@ -100,7 +103,8 @@ def _torch(model, images, labels, optimizer):
     optimizer = optimizer or keras.optimizers.Adam(1e-4)
     optimizer.build(model.trainable_variables)
     variables = [v.value for v in model.trainable_variables]
-    images, labels = torch.tensor(images), torch.tensor(labels)
+    # On the model's device.
+    images, labels = map(keras.ops.convert_to_tensor, (images, labels))
 
     def step():
         loss = _loss(labels, model(images, training=True), model.losses)

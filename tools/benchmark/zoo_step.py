@@ -21,7 +21,7 @@ import numpy as np
 from row import peer
 from runner import Report, run
 
-from keras_moe.models import VARIANTS, MixerBackbone, ViTBackbone
+from keras_moe.models import VARIANTS, MixerBackbone, ViTBackbone, from_preset
 
 MODELS = {
     "ViT-S/32": ("vit/S", 32, None, "vit_small_patch32_224"),
@@ -127,7 +127,8 @@ def torch_functions(model: Any, images, labels) -> tuple[Callable, Callable]:
     import torch
 
     images, labels = torch.tensor(images), torch.tensor(labels)
-    if not isinstance(model, keras.Model):
+    # What `torch.compile` returns wraps a model.
+    if not isinstance(getattr(model, "_orig_mod", model), keras.Model):
         images = images.permute(0, 3, 1, 2).contiguous()
     weights = [w for w in model.parameters() if w.requires_grad]
     optimizer = torch.optim.SGD(weights, lr=1e-4)
@@ -152,7 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def candidates(
-    title: str, work: str, batch_size: int = 16
+    title: str, work: str, batch_size: int = 16, compiled: bool = False
 ) -> dict[str, Callable[[], Any]]:
     """One of the two functions of a model, by library.
 
@@ -160,6 +161,8 @@ def candidates(
         title: name among `MODELS`.
         work: `"forward"` or `"training step"`.
         batch_size: number of images.
+        compiled: on PyTorch, whether this library's model is compiled, beside timm's
+            as it is and compiled.
     """
     backend = keras.backend.backend()
     functions = {"jax": jax_functions, "torch": torch_functions}[backend]
@@ -173,6 +176,23 @@ def candidates(
     if timm is not None:
         depth = {} if sizes[2] is None else {"depth": sizes[2]}
         models["timm"] = timm.create_model(timm_name, num_classes=1000, **depth)
+    if compiled:
+        import torch
+
+        variant, patch_size, num_layers = sizes
+        ours = from_preset(
+            f"{variant.replace('/', '_').lower()}{patch_size}",
+            num_classes=1000,
+            load_weights=False,
+            activation="gelu",
+            **({"num_layers": num_layers} if num_layers else {}),
+        )
+        # Keras makes them PyTorch's parameters when it is asked for them.
+        list(ours.parameters())
+        models["keras_moe"] = torch.compile(ours, fullgraph=True)
+        del models["keras_hub"]
+        if timm is not None:
+            models["timm compiled"] = torch.compile(models["timm"])
     return {
         name: functions(model, images, labels)[WORKS.index(work)]
         for name, model in models.items()

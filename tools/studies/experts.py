@@ -25,6 +25,7 @@ from rich import box
 from rich.console import Console
 
 from keras_moe import analysis, data, evaluation, models, training
+from keras_moe.analysis.plots import plot_errors_over_costs
 from keras_moe.cli._arguments import RESUMES, Result, add_count, add_data, positive
 from keras_moe.cli.train import backend_and_versions
 from keras_moe.training._upcycled import copy_weights
@@ -655,4 +656,23 @@ class Comparison(Part):
             for title, rows in every.get(name, {}).items()
         }
         plots.plot_experts(tables, path)
-        return [path]
+        return [path, *self._draw_costs(every)]
+
+    def _draw_costs(self, every):
+        """Errors over FLOPs and over time, of each part that compares sizes."""
+        for name in ("models", "large", "few"):
+            for title, rows in every.get(name, {}).items():
+                errors = {
+                    label: [1 - x for x in row["accuracies"]]
+                    for label, row in rows.items()
+                }
+                costs = {
+                    axis: {label: row[key] for label, row in rows.items()}
+                    for axis, key in (
+                        ("MFLOPs", "mflops"),
+                        ("time of a training step, ms", "step_ms"),
+                    )
+                }
+                path = self.study.folder / f"errors_{name}.png"
+                plot_errors_over_costs(errors, costs, path, title)
+                yield path

@@ -24,7 +24,6 @@ from rich.console import Console
 from keras_moe import analysis, data, models
 from keras_moe.analysis import plots
 from keras_moe.cli._arguments import RESUMES, Result, add_count, positive
-from keras_moe.cli.quickstart import compile_with_cosine
 from keras_moe.cli.train import backend_and_versions
 from keras_moe.ops import ExpertTypes
 from tools.studies import plots as study_plots
@@ -38,6 +37,7 @@ from tools.studies.study import (
     add_parts,
     add_training,
     check_parts,
+    compile_with_cosine,
     new_table,
     percent,
     plus_minus,

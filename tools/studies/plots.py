@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.analysis.plots._figure import new_figure, save_figure, write_figure
+from keras_moe.analysis.plots._figure import new_figure, save_figure
 
 # The label, marker and colour of each router; the markers are like those of Figure 1 of
 # *Routers in Vision Mixture of Experts*.
@@ -77,7 +77,7 @@ def plot_router_study(rows: list[dict], path: Path, accuracy: str) -> None:
         for selected, size in sorted(sizes.items())
     ]
     _legend_beside(axis, [{"linestyle": "", **entry} for entry in entries], fontsize=9)
-    write_figure(figure, path)
+    save_figure(figure, path)
 
 
 def plot_router_curves(rows: list[dict], path: Path, title: str) -> None:
@@ -180,7 +180,7 @@ def plot_truncated_svd(svd: Any, path: Path) -> None:
     axis.grid(alpha=0.25)
     axis.legend(fontsize=8)
     axis.set_title("MLPs with their largest singular values alone", fontsize=11)
-    write_figure(figure, path)
+    save_figure(figure, path)
 
 
 def plot_matched_heads(

@@ -27,8 +27,6 @@ from keras_moe.cli._arguments import (
     add_overrides,
     add_preset,
 )
-from keras_moe.cli.evaluate import predict
-from keras_moe.cli.quickstart import compile_with_cosine
 from keras_moe.cli.train import backend_and_versions
 from keras_moe.evaluation.few_shot import sample_shots
 from keras_moe.layers import MoEConfig
@@ -41,6 +39,7 @@ from tools.studies.study import (
     accuracy,
     add_training,
     as_json,
+    compile_with_cosine,
     new_table,
     percent,
     progress_bar,
@@ -363,9 +362,11 @@ class Configuration:
 
     def evaluate(self) -> dict:
         """Accuracies, and what the routers did with the test images."""
-        task, size = self.task, self.task.args.batch_size
-        train, train_labels = predict(self.inference, task.train_images, size)
-        test, test_labels = predict(self.inference, task.test_images, size)
+        task = self.task
+        (train, train_labels), (test, test_labels) = (
+            evaluation.extract_features(self.inference, images, verbose=0)
+            for images in (task.train_images, task.test_images)
+        )
         few_shot = evaluation.few_shot(
             train["features"],
             train_labels,
@@ -397,7 +398,7 @@ class Configuration:
         self.grouped_model.set_weights(self.model.get_weights())
         # Only whole batches have the groups of training.
         whole = task.load(task.args.test_split, drop_remainder=True)
-        return predict(self.grouped, whole, task.args.batch_size)
+        return evaluation.extract_features(self.grouped, whole, verbose=0)
 
     def time_steps(self, batches: Any) -> float:
         """The mean seconds of a training step in one epoch of batches."""

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.table import Table
 
 from keras_moe._files import json_text, new_file, write_json
-from keras_moe.cli._arguments import Result, add_count, add_run
+from keras_moe.cli._arguments import Result, add_count, add_length, add_output
 
 # Shows how far a run is.
 OnProgress = Callable[[str], None]
@@ -250,7 +250,8 @@ def add_training(
     """Adds the arguments of runs, which all studies have."""
     group = parser.add_argument_group("runs")
     add_count(group, "--seeds", "The number of seeds from which each model trains.", 3)
-    add_run(group, epochs, batch_size, learning_rate, folder)
+    add_length(group, epochs, batch_size, learning_rate)
+    add_output(group, "The folder of the results.", Path("runs") / folder)
     group.add_argument(
         "--restart", action="store_true", help="Delete the finished runs first."
     )
@@ -270,6 +271,17 @@ def run_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The settings of every run, see `add_training`."""
     names = ("epochs", "batch_size", "learning_rate")
     return {name: getattr(args, name) for name in names}
+
+
+def compile_with_cosine(model: keras.Model, steps: int, learning_rate: float) -> None:
+    """Compiles a model with AdamW, 10% warm-up and cosine decay."""
+    schedule = keras.optimizers.schedules.CosineDecay(
+        0.0, steps, warmup_target=learning_rate, warmup_steps=steps // 10
+    )
+    # Keras annotates a number only.
+    rate: Any = schedule
+    optimizer = keras.optimizers.AdamW(rate, weight_decay=0.05, global_clipnorm=1.0)
+    model.compile(optimizer=optimizer)
 
 
 def new_table(title: str, *columns: str, **options: Any) -> Table:

@@ -29,19 +29,9 @@ from keras_moe.analysis.plots.training import (
 )
 
 __all__ = [
-    "plot_ablation",
-    "plot_compute_maps",
-    "plot_coverage",
-    "plot_errors_over_costs",
-    "plot_expert_groups",
-    "plot_expert_images",
-    "plot_expert_load",
-    "plot_expert_patches",
-    "plot_expert_usage",
-    "plot_expert_views",
-    "plot_load_by_type",
-    "plot_router_health",
-    "plot_routing_scores",
-    "plot_training_history",
-    "plot_type_maps",
-]
+    "plot_ablation", "plot_compute_maps", "plot_coverage", "plot_errors_over_costs",
+    "plot_expert_groups", "plot_expert_images", "plot_expert_load",
+    "plot_expert_patches", "plot_expert_usage", "plot_expert_views",
+    "plot_load_by_type", "plot_router_health", "plot_routing_scores",
+    "plot_training_history", "plot_type_maps",
+]  # fmt: skip

@@ -90,14 +90,9 @@ def plain_axis(axis: "Axes", title: str = "") -> None:
 def save_figure(
     figure: "Figure", path: str | os.PathLike | None, title: str = ""
 ) -> "Figure":
-    """Adds a title and writes the figure."""
+    """Adds a title, and writes a figure in the format of the path's suffix, if any."""
     if title:
         figure.suptitle(title, fontsize=11)
-    return write_figure(figure, path)
-
-
-def write_figure(figure: "Figure", path: str | os.PathLike | None) -> "Figure":
-    """Writes a figure in the format of the path's suffix, unless it is None."""
     if path is None:
         return figure
     kind = Path(path).suffix.removeprefix(".") or "png"

@@ -9,7 +9,6 @@ from numpy.typing import ArrayLike
 
 from keras_moe._checks import unfit
 from keras_moe.analysis.plots._figure import (
-    COLOURS,
     EXPERT_COLOURS,
     GREY,
     TYPE_COLOURS,
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from keras_moe.analysis.ablation import ExpertAblation
     from keras_moe.analysis.interventions import CoverageCurve
 
-# Yellow is visible here, since the background is white.
-_COLOURS = (*COLOURS, "#F0E442")
 # Experts of a model in `plot_ablation`.
 _COLUMNS = 4
 # Up to this many lines of a panel are all labelled.
@@ -296,8 +293,8 @@ def plot_expert_usage(
     >>> usage = ExpertUsage(["image", "text"], {"block_1": BlockUsage(tokens, tokens)})
     >>> figure = plots.plot_expert_usage(usage, "usage.png")
     """
-    if len(usage.groups) > len(_COLOURS):
-        raise unfit(f"up to {len(_COLOURS)} groups", groups=usage.groups)
+    if len(usage.groups) > len(EXPERT_COLOURS):
+        raise unfit(f"up to {len(EXPERT_COLOURS)} groups", groups=usage.groups)
     columns = min(3, len(usage.blocks))
     rows = -(-len(usage.blocks) // columns)
     size = (0.6 + 3.4 * columns, 0.9 + 2.1 * rows)
@@ -311,7 +308,7 @@ def plot_expert_usage(
         width = 0.8 / len(shares)
         for number, (group, row) in enumerate(zip(usage.groups, shares)):
             left = positions + (number - (len(shares) - 1) / 2) * width
-            axis.bar(left, row[order], width, color=_COLOURS[number], label=group)
+            axis.bar(left, row[order], width, color=EXPERT_COLOURS[number], label=group)
         axis.axhline(100 / len(order), color="black", lw=0.8, ls="--")
         axis.set_title(name, fontsize=9, pad=3)
         axis.set_xticks(positions if len(order) <= 16 else [])

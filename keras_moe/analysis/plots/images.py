@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike
 
-from keras_moe.analysis.plots._figure import (
-    faded,
-    in_colour,
-    name_row,
-    picture_axes,
-    save_figure,
-)
+from keras_moe.analysis.plots import _figure
 from keras_moe.analysis.routing import of_patches
 from keras_moe.analysis.tokens import expert_views
 from keras_moe.ops import Routing
@@ -68,17 +62,17 @@ def plot_expert_images(
             break
     height = 0.35 + 0.95 * images.shape[1] / images.shape[2]
     size = (0.9 + 0.95 * _IN_A_ROW, 0.7 + height * len(rows))
-    figure, axes = picture_axes(*size, len(rows), _IN_A_ROW)
+    figure, axes = _figure.picture_axes(*size, len(rows), _IN_A_ROW)
     for axis in axes.flat:
         axis.set_frame_on(False)
     for row, (expert, chosen) in zip(axes, rows.items()):
-        name_row(row[0], f"expert {expert}")
+        _figure.name_row(row[0], f"expert {expert}")
         for axis, index in zip(row, chosen):
-            axis.imshow(in_colour(images[index]))
+            axis.imshow(_figure.in_colour(images[index]))
             axis.set_title(f"{gates[index, expert]:.2f}", fontsize=7, pad=2)
             if labels is not None:
                 axis.set_xlabel(str(labels[index]), fontsize=7, labelpad=1)
-    return save_figure(figure, path, title)
+    return _figure.save_figure(figure, path, title)
 
 
 def plot_expert_patches(
@@ -116,13 +110,13 @@ def plot_expert_patches(
     columns = min(_IN_A_ROW, len(images))
     height, width = images.shape[1] // grid[0], images.shape[2] // grid[1]
     size = (0.9 + 0.95 * columns, 0.6 + 2.1 * len(experts))
-    figure, axes = picture_axes(*size, 2 * len(experts), columns)
+    figure, axes = _figure.picture_axes(*size, 2 * len(experts), columns)
     for number, expert in enumerate(experts):
         best = gates[:, :, expert].max(axis=1)
         for column, index in enumerate(np.argsort(-best, kind="stable")[:columns]):
             row, across = divmod(int(gates[index, :, expert].argmax()), grid[1])
             top, left = row * height, across * width
-            image = in_colour(images[index])
+            image = _figure.in_colour(images[index])
             patch, whole = axes[2 * number : 2 * number + 2, column]
             patch.imshow(image[top : top + height, left : left + width], vmin=0, vmax=1)
             patch.set_title(f"{best[index]:.2f}", fontsize=7, pad=2)
@@ -130,8 +124,8 @@ def plot_expert_patches(
             frame_x = np.array([left, left + width, left + width, left, left]) - 0.5
             frame_y = np.array([top, top, top + height, top + height, top]) - 0.5
             whole.plot(frame_x, frame_y, color="tab:red", linewidth=1.5)
-        name_row(axes[2 * number, 0], f"expert {expert}")
-    return save_figure(figure, path, title)
+        _figure.name_row(axes[2 * number, 0], f"expert {expert}")
+    return _figure.save_figure(figure, path, title)
 
 
 def plot_expert_views(
@@ -166,14 +160,14 @@ def plot_expert_views(
     columns = 1 + min(images_per_expert, len(images))
     # Wide enough for the two lines below the images.
     size = (max(1.0 + columns, 6.6), 1.2 + 1.05 * len(views))
-    figure, axes = picture_axes(*size, len(views), columns)
+    figure, axes = _figure.picture_axes(*size, len(views), columns)
     top = max(view.position_shares.max() for view in views) or 1
     patch = np.ones((images.shape[1] // grid[0], images.shape[2] // grid[1]))
     for row, (expert_axes, view) in enumerate(zip(axes, views)):
         heat = expert_axes[0].imshow(view.position_shares, vmin=0, vmax=top)
-        name_row(expert_axes[0], f"expert {row}")
+        _figure.name_row(expert_axes[0], f"expert {row}")
         for axis, index, patches in zip(expert_axes[1:], view.images, view.patches):
-            axis.imshow(faded(images[index], np.kron(patches, patch)))
+            axis.imshow(_figure.faded(images[index], np.kron(patches, patch)))
     axes[0, 0].set_title("where", fontsize=9)
     if columns > 1:
         axes[0, 1].set_title("images where it works most", fontsize=9, loc="left")
@@ -184,7 +178,7 @@ def plot_expert_views(
     )
     figure.supxlabel(legend, fontsize=8, multialignment="left")
     _scale(figure, heat, axes, "share of images")
-    return save_figure(figure, path, title)
+    return _figure.save_figure(figure, path, title)
 
 
 def plot_compute_maps(
@@ -216,7 +210,7 @@ def plot_compute_maps(
     columns = min(len(images), columns)
     rows = -(-len(images) // columns)
     size = (2.3 * columns + 1.0, 1.35 * rows + 0.5)
-    figure, axes = picture_axes(*size, rows, 2 * columns)
+    figure, axes = _figure.picture_axes(*size, rows, 2 * columns)
     for axis in axes.flat:
         axis.axis("off")
     extent = (0, images.shape[2], images.shape[1], 0)
@@ -225,11 +219,11 @@ def plot_compute_maps(
         axes[:, ::2].flat, axes[:, 1::2].flat, images, maps
     ):
         for axis in (plain, overlaid):
-            axis.imshow(in_colour(image), extent=extent)
+            axis.imshow(_figure.in_colour(image), extent=extent)
         heat = overlaid.imshow(counts, extent=extent, **limits)
         overlaid.set_title(f"{counts.mean():.2f}", fontsize=8, pad=2)
     _scale(figure, heat, axes, "FFN experts per token")
-    return save_figure(figure, path, title)
+    return _figure.save_figure(figure, path, title)
 
 
 def plot_type_maps(
@@ -258,19 +252,19 @@ def plot_type_maps(
     maps = {name: np.asarray(values) for name, values in maps.items()}
     extent = (0, images.shape[2], images.shape[1], 0)
     size = (0.95 * len(images) + 1.9, 1.0 * (len(maps) + 1) + 0.5)
-    figure, axes = picture_axes(*size, len(maps) + 1, len(images))
+    figure, axes = _figure.picture_axes(*size, len(maps) + 1, len(images))
     for axis, image in zip(axes[0], images):
-        axis.imshow(in_colour(image))
-    name_row(axes[0, 0], "image")
+        axis.imshow(_figure.in_colour(image))
+    _figure.name_row(axes[0, 0], "image")
     for row, (name, values) in zip(axes[1:], maps.items()):
-        name_row(row[0], f"{name}\n{values.mean():.2f}")
+        _figure.name_row(row[0], f"{name}\n{values.mean():.2f}")
         limits = {"vmin": 0, "vmax": max(float(values.max()), 1e-6), "cmap": "magma"}
         for axis, counts in zip(row, values):
             heat = axis.imshow(counts, extent=extent, **limits)
         # Within the last column, so that all rows have its margin.
         bar = figure.colorbar(heat, cax=row[-1].inset_axes((1.06, 0.0, 0.1, 1.0)))
         bar.ax.tick_params(labelsize=7)
-    return save_figure(figure, path, title)
+    return _figure.save_figure(figure, path, title)
 
 
 def _scale(figure, heat, axes, label):

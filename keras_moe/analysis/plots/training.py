@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from keras_moe._files import read_text
-from keras_moe.analysis.plots._figure import (
-    COLOURS,
-    GREY,
-    new_axes,
-    plain_axis,
-    save_figure,
-)
+from keras_moe.analysis.plots import _figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,7 +41,7 @@ def plot_training_history(
     >>> figure = plots.plot_training_history(history, "training.png")
     """
     names = list(dict.fromkeys(name.removeprefix("val_") for name in history))
-    figure, (axes,) = new_axes(4.5 * len(names), 3.4, columns=len(names))
+    figure, (axes,) = _figure.new_axes(4.5 * len(names), 3.4, columns=len(names))
     for axis, name in zip(axes, names):
         lines = ((name, "training", "."), (f"val_{name}", "test", "o"))
         for key, label, marker in lines:
@@ -62,7 +56,7 @@ def plot_training_history(
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.25)
         axis.legend(fontsize=8)
-    return save_figure(figure, path, title)
+    return _figure.save_figure(figure, path, title)
 
 
 def plot_errors_over_costs(
@@ -84,25 +78,27 @@ def plot_errors_over_costs(
     >>> costs = {"MFLOPs": {"experts": 5.9, "dense": 5.9}}
     >>> figure = plots.plot_errors_over_costs(errors, costs, "errors.png")
     """
-    figure, (axes,) = new_axes(4.2 * len(costs), 3.4, columns=len(costs), sharey=True)
+    figure, (axes,) = _figure.new_axes(
+        4.2 * len(costs), 3.4, columns=len(costs), sharey=True
+    )
     for axis, (label, values) in zip(axes, costs.items()):
         # Models of equal cost stand side by side.
         width = 0.015 * max(values.values())
         for number, (name, seeds) in enumerate(errors.items()):
             percent = 100 * np.asarray(seeds, "float64")
             x = values[name] + width * (number - (len(errors) - 1) / 2)
-            colour = COLOURS[number]
+            colour = _figure.EXPERT_COLOURS[number % len(_figure.EXPERT_COLOURS)]
             axis.plot([x] * len(percent), percent, "o", color=colour, ms=4, alpha=0.6)
             style = {"color": colour, "ms": 16, "mew": 2.5, "label": name}
             axis.plot(x, percent.mean(), "_", **style)
         axis.margins(x=0.1, y=0.15)
         axis.set_xlim(left=0)
         axis.set_xlabel(label, fontsize=9)
-        axis.grid(color=GREY, alpha=0.25)
-        plain_axis(axis)
+        axis.grid(color=_figure.GREY, alpha=0.25)
+        _figure.plain_axis(axis)
     axes[0].set_ylabel("test error, %", fontsize=9)
     axes[-1].legend(fontsize=8, markerscale=0.5)
-    return save_figure(figure, path, title)
+    return _figure.save_figure(figure, path, title)
 
 
 def plot_router_health(
@@ -128,7 +124,7 @@ def plot_router_health(
     for row in csv.DictReader(read_text(csv_path).splitlines()):
         layers.setdefault(row["layer"], []).append(row)
     height = 2.2 * len(layers) + 0.8
-    figure, grid = new_axes(9, height, len(layers), 2, sharex=True)
+    figure, grid = _figure.new_axes(9, height, len(layers), 2, sharex=True)
     for (name, rows), (load, lines) in zip(layers.items(), grid):
         steps = np.array([int(row["step"]) for row in rows])
         shares = np.array([row["expert_shares"].split() for row in rows], "float64")
@@ -147,7 +143,7 @@ def plot_router_health(
     grid[0, 1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     for axis in grid[-1]:
         axis.set_xlabel("step")
-    return save_figure(figure, path, title)
+    return _figure.save_figure(figure, path, title)
 
 
 def _draw_load(figure, axis, steps, shares):

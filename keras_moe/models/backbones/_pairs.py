@@ -10,13 +10,8 @@ from keras_moe._types import Tensor
 from keras_moe.layers import LogitScale
 from keras_moe.losses.contrastive import TEMPERATURES, Temperature
 from keras_moe.models.backbones.base import MoEBackbone, ReadsTexts
+from keras_moe.models.base import _input_checks
 from keras_moe.models.base._exporting import Exportable, Mixin
-from keras_moe.models.base._input_checks import (
-    check_input_names,
-    check_inputs,
-    check_texts,
-    is_array,
-)
 
 # A modality's id is its index here.
 MODALITIES = ("image", "text")
@@ -46,7 +41,7 @@ class TakesPairs(Mixin):
     ) -> Any:
         # The first place that sees batches of datasets.
         if isinstance(inputs, dict):
-            check_input_names(inputs, tuple(self.input))
+            _input_checks.check_input_names(inputs, tuple(self.input))
         return super().call(inputs, training=training, mask=mask)
 
 
@@ -104,7 +99,7 @@ class PairBackbone(TakesPairs, ReadsTexts, MoEBackbone):
 
     def _check_inputs(self, inputs, labels=None):
         of_images = [name for name in self.input if name not in _TEXTS]
-        if is_array(inputs) or (
+        if _input_checks.is_array(inputs) or (
             isinstance(inputs, dict) and not {*of_images} <= {*inputs}
         ):
             given = sorted(inputs) if isinstance(inputs, dict) else "an array"
@@ -114,12 +109,16 @@ class PairBackbone(TakesPairs, ReadsTexts, MoEBackbone):
                 f"received: {given}"
             )
         if isinstance(inputs, dict):
-            check_input_names(inputs, tuple(self.input))
+            _input_checks.check_input_names(inputs, tuple(self.input))
             self.check_modality("text", {k: inputs[k] for k in _TEXTS})
-            numbers = {k: len(x) for k, x in inputs.items() if is_array(x) and x.ndim}
+            numbers = {
+                k: len(x)
+                for k, x in inputs.items()
+                if _input_checks.is_array(x) and x.ndim
+            }
             if len(set(numbers.values())) > 1:
                 raise unfit("as many images as texts", numbers)
-        check_inputs(self, inputs)
+        _input_checks.check_inputs(self, inputs)
 
     def check_modality(self, modality: str, inputs: object) -> None:
         """Checks the inputs of one modality where their values are known."""
@@ -128,11 +127,11 @@ class PairBackbone(TakesPairs, ReadsTexts, MoEBackbone):
             encoder: Any = self.encoder("image")
             if isinstance(inputs, dict):
                 names = encoder.input if isinstance(encoder.input, dict) else ()
-                check_input_names(inputs, tuple(names))
-            check_inputs(encoder, inputs, self)
+                _input_checks.check_input_names(inputs, tuple(names))
+            _input_checks.check_inputs(encoder, inputs, self)
             return
         config = self._text_config
-        check_texts(
+        _input_checks.check_texts(
             inputs,
             config.vocabulary_size,
             config.max_length,

@@ -21,11 +21,7 @@ from keras_moe.models.loading import _overrides
 from keras_moe.models.loading.blueprint import Part
 from keras_moe.models.preprocessing.patches import budget
 from keras_moe.models.saving import _lora
-from keras_moe.models.saving._lora import (
-    saved_policy,
-    settle_policies,
-    training_config,
-)
+from keras_moe.models.saving._lora import saved_policy, settle_policies, training_config
 from keras_moe.ops._initializers import initial_values
 from keras_moe.ops.expert_types import ExpertTypes
 

@@ -16,17 +16,9 @@ from keras_moe._types import Config
 from keras_moe.layers import LogitScale
 from keras_moe.layers.pooling import check_pooling, pooling_layer
 from keras_moe.losses.auxiliary import check_modalities
-from keras_moe.models.backbones._pairs import (
-    MODALITIES,
-    PairBackbone,
-    temperature_config,
-)
+from keras_moe.models.backbones import _pairs
 from keras_moe.models.backbones.base import MoEBackbone
-from keras_moe.models.backbones.config import (
-    ModelArguments,
-    check_no_ensemble,
-    takes,
-)
+from keras_moe.models.backbones.config import ModelArguments, check_no_ensemble, takes
 from keras_moe.models.backbones.tower import (
     PooledProjection,
     TowerOutputs,
@@ -60,7 +52,7 @@ class CLIPConfig(ModelArguments):
         check_seed("seed", self.seed)
         check_bool("projection_bias", self.projection_bias)
         check_integer("projection_dim", self.projection_dim, optional=True)
-        values = {"temperature": temperature_config(self.temperature)}
+        values = {"temperature": _pairs.temperature_config(self.temperature)}
         for name, family in _TOWERS.items():
             values[name] = self._tower(name, backbone_class(family))
         for name, value in values.items():
@@ -113,7 +105,7 @@ class CLIPConfig(ModelArguments):
 
 @register_backbone
 @keras.saving.register_keras_serializable("keras_moe")
-class CLIPBackbone(PairBackbone):
+class CLIPBackbone(_pairs.PairBackbone):
     """An image tower and a text tower with a shared embedding space.
 
     Each tower is dense or has experts, according to its `moe`: CLIP-UP's separated
@@ -192,7 +184,7 @@ class CLIPBackbone(PairBackbone):
     @classmethod
     def from_config(cls, config: Config) -> Self:
         model = super().from_config(config)
-        for tower in map(model.tower_backbone, MODALITIES):
+        for tower in map(model.tower_backbone, _pairs.MODALITIES):
             # It is beside the layers that the config tells of.
             if not any(weight.trainable for weight in tower.weights):
                 tower.trainable = False
@@ -237,7 +229,7 @@ class CLIPBackbone(PairBackbone):
 
     def tower_backbone(self, modality: str) -> MoEBackbone:
         """Returns the `"image"` or `"text"` backbone, sharing this one's weights."""
-        check_one_of("modality", modality, MODALITIES)
+        check_one_of("modality", modality, _pairs.MODALITIES)
         return self.get_layer(modality).tower_backbone
 
     @property
@@ -249,7 +241,7 @@ class CLIPBackbone(PairBackbone):
     def block_names(self) -> list[str]:
         return [
             f"{name}/{block}"
-            for name in MODALITIES
+            for name in _pairs.MODALITIES
             for block in self.tower_backbone(name).block_names
         ]
 
@@ -292,7 +284,7 @@ def _tower_backbone(config, modality, dtype):
     """Creates a tower's backbone; its name prefixes the weights' paths."""
     arguments = getattr(config, modality).to_dict()
     if arguments["seed"] is None and config.seed is not None:
-        arguments["seed"] = config.seed + MODALITIES.index(modality) * _TEXT_SEED
+        arguments["seed"] = config.seed + _pairs.MODALITIES.index(modality) * _TEXT_SEED
     return backbone_class(_TOWERS[modality])(**arguments, dtype=dtype)
 
 

@@ -5,14 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
 
-from keras_moe._checks import (
-    check_bool,
-    check_image_shape,
-    check_integer,
-    check_one_of,
-    head_size,
-    unfit,
-)
+from keras_moe import _checks
 from keras_moe._types import DType
 from keras_moe.layers import Attention, TowerConfig, TowerSpec
 from keras_moe.layers.attention import check_key_value_heads
@@ -89,12 +82,14 @@ class TransformerConfig(TowerConfig, ModelArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        if check_integer("head_dim", self.head_dim, optional=True) is None:
-            head_size(self.num_heads, self.hidden_dim)
+        if _checks.check_integer("head_dim", self.head_dim, optional=True) is None:
+            _checks.head_size(self.num_heads, self.hidden_dim)
         check_key_value_heads(self.num_key_value_heads, self.num_heads)
         for name in ("query_key_norm_bias", "key_bias", "attention_sinks"):
-            check_bool(name, getattr(self, name))
-        check_one_of("query_key_norm", self.query_key_norm, (False, True, *NORMS))
+            _checks.check_bool(name, getattr(self, name))
+        _checks.check_one_of(
+            "query_key_norm", self.query_key_norm, (False, True, *NORMS)
+        )
 
     def attention(self, spec: TowerSpec, index: int, **arguments: Any) -> Attention:
         """Creates the attention layer of a block, unbuilt."""
@@ -102,7 +97,7 @@ class TransformerConfig(TowerConfig, ModelArguments):
         arguments.setdefault("query_key_norm", norm)
         return Attention(
             self.num_heads,
-            self.head_dim or head_size(self.num_heads, self.hidden_dim),
+            self.head_dim or _checks.head_size(self.num_heads, self.hidden_dim),
             self.num_key_value_heads,
             key_bias=self.key_bias,
             sinks=self.attention_sinks,
@@ -138,7 +133,7 @@ class ImageConfig(TowerConfig, ModelArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        self._set(image_shape=check_image_shape(self.image_shape))
+        self._set(image_shape=_checks.check_image_shape(self.image_shape))
 
     @property
     def example_shape(self) -> tuple[int, ...]:
@@ -150,7 +145,7 @@ def check_no_ensemble(moe: object) -> None:
     """Raises ValueError for a mixture whose members nothing would average."""
     members = getattr(moe, "ensemble_size", 1)
     if members > 1:
-        raise unfit(
+        raise _checks.unfit(
             "ensembles only in classifiers of images of one shape",
             ensemble_size=members,
         )
@@ -167,7 +162,7 @@ class VocabularyConfig(TowerConfig, ModelArguments):
         super().__post_init__()
         check_no_ensemble(self.moe)
         for name in ("vocabulary_size", "max_length"):
-            self._set(**{name: check_integer(name, getattr(self, name))})
+            self._set(**{name: _checks.check_integer(name, getattr(self, name))})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,4 +173,4 @@ class TokenIdsConfig(VocabularyConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_bool("mask_padding", self.mask_padding)
+        _checks.check_bool("mask_padding", self.mask_padding)

@@ -10,15 +10,7 @@ import keras
 import keras_hub
 from keras import ops
 
-from keras_moe._checks import (
-    check_bool,
-    check_integer,
-    check_one_of,
-    check_positive,
-    fits_shape,
-    head_size,
-    unfit,
-)
+from keras_moe import _checks
 from keras_moe._types import DType, Tensor
 from keras_moe.layers import (
     Attention,
@@ -29,11 +21,7 @@ from keras_moe.layers import (
     TowerSpec,
 )
 from keras_moe.models.backbones.base import MoEBackbone, ReadsTexts
-from keras_moe.models.backbones.config import (
-    TransformerConfig,
-    VocabularyConfig,
-    takes,
-)
+from keras_moe.models.backbones.config import TransformerConfig, VocabularyConfig, takes
 from keras_moe.models.backbones.tower import (
     Tower,
     TowerOutputs,
@@ -70,14 +58,16 @@ class DecoderConfig(TransformerConfig, VocabularyConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_one_of("positions", self.positions, POSITIONS)
-        check_positive("rope_theta", self.rope_theta)
-        check_positive("rope_scaling", self.rope_scaling)
-        check_bool("tied_embeddings", self.tied_embeddings)
-        size = self.head_dim or head_size(self.num_heads, self.hidden_dim)
+        _checks.check_one_of("positions", self.positions, POSITIONS)
+        _checks.check_positive("rope_theta", self.rope_theta)
+        _checks.check_positive("rope_scaling", self.rope_scaling)
+        _checks.check_bool("tied_embeddings", self.tied_embeddings)
+        size = self.head_dim or _checks.head_size(self.num_heads, self.hidden_dim)
         if self.positions == "rotary" and size % 2:
             expected = "heads of an even size for rotary positions"
-            raise unfit(expected, num_heads=self.num_heads, hidden_dim=self.hidden_dim)
+            raise _checks.unfit(
+                expected, num_heads=self.num_heads, hidden_dim=self.hidden_dim
+            )
         if isinstance(self.moe, MoEConfig):
             check_causal(self.moe)
 
@@ -119,7 +109,7 @@ def check_causal(moe):
             f"where tokens are generated one at a time; received: {received}"
         )
     if moe.modality_count is not None:
-        raise unfit("a router without modalities for texts", received)
+        raise _checks.unfit("a router without modalities for texts", received)
 
 
 @register_backbone
@@ -232,7 +222,7 @@ class DecoderBackbone(ReadsTexts, MoEBackbone):
             padding_mask: (B, M), as the backbone's input, for all tokens to come.
         """
         padding_mask = ops.cast(padding_mask, "int32")
-        check_integer("length", padding_mask.shape[1], maximum=self.max_length)
+        _checks.check_integer("length", padding_mask.shape[1], maximum=self.max_length)
         cache: dict[str, Any] = {"padding_mask": padding_mask}
         for name in self.block_names:
             mixer = self.get_layer(name).token_mixer
@@ -287,8 +277,8 @@ class DecoderBackbone(ReadsTexts, MoEBackbone):
         mixer = self.get_layer("block_0").token_mixer
         expected = mixer.cache_shape(batch_size, capacity)
         shapes = [tuple(x.shape) for name in names[1:] for x in cache[name]]
-        fits = all(fits_shape(shape, expected) for shape in shapes)
-        fits = fits and fits_shape(cache["padding_mask"].shape, expected[:2])
+        fits = all(_checks.fits_shape(shape, expected) for shape in shapes)
+        fits = fits and _checks.fits_shape(cache["padding_mask"].shape, expected[:2])
         last = (start if isinstance(start, int) else 0) + length
         if not fits or (capacity is not None and last > capacity):
             raise ValueError(

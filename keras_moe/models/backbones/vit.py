@@ -10,20 +10,9 @@ from typing import Any
 
 import keras
 
-from keras_moe._checks import (
-    check_bool,
-    check_integer,
-    check_one_of,
-    check_pair,
-    check_positive,
-    unfit,
-)
+from keras_moe import _checks
 from keras_moe._types import DType, Tensor
-from keras_moe.layers import (
-    PatchEmbedding,
-    PositionEmbedding,
-    RotaryEmbedding2D,
-)
+from keras_moe.layers import PatchEmbedding, PositionEmbedding, RotaryEmbedding2D
 from keras_moe.layers.position_embedding import KINDS, PatchMask
 from keras_moe.models.backbones.base import ImageBackbone
 from keras_moe.models.backbones.config import (
@@ -51,27 +40,28 @@ class ViTConfig(TransformerConfig, ImageConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if check_integer("max_patches", self.max_patches, optional=True) is not None:
+        _checks.check_integer("max_patches", self.max_patches, optional=True)
+        if self.max_patches is not None:
             check_no_ensemble(self.moe)
         kinds = (None, *KINDS, *ROTARY)
-        check_one_of("position_embedding", self.position_embedding, kinds)
-        check_integer("register_tokens", self.register_tokens, minimum=0)
+        _checks.check_one_of("position_embedding", self.position_embedding, kinds)
+        _checks.check_integer("register_tokens", self.register_tokens, minimum=0)
         keys = self.num_key_value_heads
         if self.position_embedding == "golden_2d" and keys not in (
             None,
             self.num_heads,
         ):
             expected = f"num_heads={self.num_heads} heads of keys with golden_2d"
-            raise unfit(expected, num_key_value_heads=keys)
-        check_positive("rotary_base", self.rotary_base)
+            raise _checks.unfit(expected, num_key_value_heads=keys)
+        _checks.check_positive("rotary_base", self.rotary_base)
         for name in ("class_token", "embedding_norm", "final_norm"):
-            check_bool(name, getattr(self, name))
+            _checks.check_bool(name, getattr(self, name))
 
     @property
     def example_shape(self) -> tuple[int, ...]:
         if self.max_patches is None:
             return self.image_shape
-        pixels = math.prod(check_pair("patch_size", self.patch_size))
+        pixels = math.prod(_checks.check_pair("patch_size", self.patch_size))
         return self.max_patches, pixels * self.image_shape[2]
 
 
@@ -195,7 +185,7 @@ class ViTBackbone(ImageBackbone):
     @property
     def grid(self) -> tuple[int, int]:
         if (most := self.config.max_patches) is not None:
-            raise unfit("images of one shape for a grid", max_patches=most)
+            raise _checks.unfit("images of one shape for a grid", max_patches=most)
         return super().grid
 
 

@@ -55,8 +55,7 @@ def export_signature(
     layers = flatten_layers(model, include_self=False)
     blocks = [layer for layer in layers if isinstance(layer, MoEBlock)]
     routers = [block.feed_forward.router for block in blocks]
-    if backend == "torch" and format in ("torch", "onnx"):
-        _check_steps(routers, format)
+    _check_transport(routers, format)
     if backend == "torch" and format == "onnx":
         _check_onnx(model)
         _check_groups(routers, input_signature)
@@ -64,7 +63,6 @@ def export_signature(
         _check_groups(routers, None)
     if backend == "jax" and format == "tf_saved_model":
         _check_groups(routers, input_signature)
-        _check_solvers(routers)
     if input_signature is None and (backend != "tensorflow" or format == "litert"):
         # Only TensorFlow's own format has any number of tokens.
         return signature_of(model)
@@ -143,30 +141,28 @@ def _check_groups(routers, input_signature):
             )
 
 
-def _check_steps(routers, format):
-    """Refuses routers that stop when they have converged."""
-    for router in _sparsity_constrained(routers):
-        raise ValueError(
-            f"Expected a router whose number of steps is fixed for {format=}, or "
-            f"another backend; received: router={router.summary!r}"
-        )
-
-
-def _check_solvers(routers):
-    """Refuses JAX's linear solver, which TensorFlow does not have."""
-    for router in _sparsity_constrained(routers):
-        if router.affinity.solver != "adam":
+def _check_transport(routers, format):
+    """Refuses routers that stop when they have converged, or JAX's linear solver."""
+    backend = keras.backend.backend()
+    for router in routers:
+        affinity = getattr(router, "affinity", None)
+        if not isinstance(affinity, SparsityConstrainedAffinity):
+            continue
+        if backend == "torch" and format in ("torch", "onnx"):
+            raise ValueError(
+                f"Expected a router whose number of steps is fixed for {format=}, or "
+                f"another backend; received: router={router.summary!r}"
+            )
+        if (
+            backend == "jax"
+            and format == "tf_saved_model"
+            and affinity.solver != "adam"
+        ):
             raise ValueError(
                 "Expected SparsityConstrainedAffinity(solver='adam') on JAX, or "
                 "KERAS_BACKEND=tensorflow, for format='tf_saved_model'; received: "
-                f"solver={router.affinity.solver!r}"
+                f"solver={affinity.solver!r}"
             )
-
-
-def _sparsity_constrained(routers):
-    for router in routers:
-        if isinstance(getattr(router, "affinity", None), SparsityConstrainedAffinity):
-            yield router
 
 
 def _check_onnx(model):

@@ -1,18 +1,23 @@
 """Checks arrays and labels before `fit`, `evaluate` and `predict`. Axes: B batch.
 
 Models implement `_check_inputs(inputs, labels)`. Datasets are not read ahead: their
-batches are seen on the way to a step.
+batches are seen on the way to a step, the first by all checks.
 """
 
+import contextlib
+import contextvars
+import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops, tree
 
+from keras_moe._backends.tensorflow import is_iterator, peeked
 from keras_moe._checks import check_class_labels, fits_shape, outer_stack_level, unfit
+from keras_moe._compat import ONE_AT_A_TIME
 from keras_moe._types import KerasModel
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 
@@ -28,10 +33,8 @@ def check_labels(labels: object, num_classes: int, loss: object) -> None:
     sparse = keras.losses.SparseCategoricalCrossentropy
     if isinstance(loss, sparse) or loss == "sparse_categorical_crossentropy":
         if labels.ndim != 1 and (labels.ndim != 2 or labels.shape[1] != 1):
-            raise ValueError(
-                "Expected integer labels of shape (batch,) or (batch, 1); received: "
-                f"shape={labels.shape}"
-            )
+            expected = "integer labels of shape (batch,) or (batch, 1)"
+            raise unfit(expected, f"shape={labels.shape}")
         check_class_labels(labels, num_classes, getattr(loss, "ignore_class", None))
     if isinstance(loss, SparseSigmoidCrossentropy):
         check_class_labels(labels, num_classes, ignored=-1)
@@ -45,10 +48,8 @@ def check_labels(labels: object, num_classes: int, loss: object) -> None:
                 f"and class; received: shape={labels.shape}"
             )
         if labels.size and not (labels.min() >= 0 and labels.max() <= 1):
-            raise ValueError(
-                "Expected labels in [0, 1] for each image and class; received: "
-                f"{labels.min()} to {labels.max()}"
-            )
+            expected = "labels in [0, 1] for each image and class"
+            raise unfit(expected, f"{labels.min()} to {labels.max()}")
 
 
 def checking_labels(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,16 +126,6 @@ def _check_patches(model, inputs):
     if grids.dtype.kind not in "iu" or not fits.all():
         expected = f"grids, integers whose products are from 1 to {longest} patches"
         raise unfit(expected, grid=grids[np.argmin(fits)].tolist())
-
-
-def check_training(model: Any, inputs: object, labels: object) -> None:
-    model._check_inputs(inputs, labels)
-    if has_no_examples(inputs):
-        # The mean over no examples is undefined.
-        raise ValueError(
-            "Expected at least one image or example to train or evaluate on; "
-            "received: none"
-        )
 
 
 def check_prediction(model: Any, inputs: object) -> None:
@@ -246,9 +237,7 @@ def check_texts(
     token_ids, mask = arrays.get("token_ids"), arrays.get("padding_mask")
     _check_ids(token_ids, vocabulary_size)
     if mask is not None and mask.dtype.kind == "i" and mask.size and mask.min() < 0:
-        raise ValueError(
-            f"Expected a padding_mask without negative numbers; received: {mask.min()}"
-        )
+        raise unfit("a padding_mask without negative numbers", mask.min())
     if mask is None or may_be_empty:
         return
     fits, needed = mask.astype(bool), "a token that is no padding"
@@ -256,10 +245,8 @@ def check_texts(
         fits &= token_ids == end_of_text_id
         needed = f"the token end_of_text_id={end_of_text_id}"
     if not fits.any(axis=1).all():
-        raise ValueError(
-            f"Expected {needed} in each text; received: text "
-            f"{np.argmin(fits.any(axis=1))} without"
-        )
+        expected = f"{needed} in each text"
+        raise unfit(expected, f"text {np.argmin(fits.any(axis=1))} without")
 
 
 def _check_ids(token_ids, vocabulary_size):
@@ -267,15 +254,80 @@ def _check_ids(token_ids, vocabulary_size):
         return
     fits = (token_ids >= 0) & (token_ids < vocabulary_size)
     if not fits.all():
-        raise ValueError(
-            "Expected token ids from 0 to vocabulary_size - 1 = "
-            f"{vocabulary_size - 1}; received: {token_ids[~fits][0]}"
-        )
+        expected = f"token ids from 0 to vocabulary_size - 1 = {vocabulary_size - 1}"
+        raise unfit(expected, token_ids[~fits][0])
 
 
 def check_input_names(inputs: dict, names: tuple[str, ...]) -> None:
     """Raises ValueError on other names, which Keras would match by sorted order."""
     if set(inputs) != set(names):
-        raise ValueError(
-            f"Expected a dict of {', '.join(names)} alone; received: {sorted(inputs)}"
-        )
+        raise unfit(f"a dict of {', '.join(names)} alone", sorted(inputs))
+
+
+# The first batch of a call
+
+
+# The steps whose first batch was looked at. None outside `fit`, `evaluate`, `predict`.
+_looked_at: contextvars.ContextVar[set | None] = contextvars.ContextVar(
+    "looked_at", default=None
+)
+
+
+@contextlib.contextmanager
+def one_call(seen: tuple[str, ...] = ()) -> Iterator[None]:
+    """Looks at the first batch of each step but those that are `seen`."""
+    if _looked_at.get() is not None:
+        yield
+        return
+    token = _looked_at.set({*seen})
+    try:
+        yield
+    finally:
+        _looked_at.reset(token)
+
+
+def make_step(
+    model: KerasModel, name: str, make: Callable[[bool], Any], force: bool
+) -> object:
+    """Creates a step that looks at its first batch."""
+    with ONE_AT_A_TIME:
+        before = getattr(model, name)
+        made = make(force)
+        function = getattr(model, name)
+        is_new = function is not before
+        if is_new and name != "predict_function":
+            function = checking_labels(model, function)
+            setattr(model, name, function)
+        # A call that ended before its first step left its wrapper.
+        function = getattr(function, "inner", function)
+        looked_at = _looked_at.get()
+        if looked_at is not None:
+            is_new = looked_at.isdisjoint((name, id(function)))
+            looked_at.add(id(function))
+        # Outside of a call, only the first batch of all.
+        if not is_new:
+            return made
+
+        def first_step(*args):
+            if getattr(model, name) is not first_step:
+                # Another thread was first.
+                return function(*args)
+            setattr(model, name, function)
+            batch, data = _peeked(args[-1], model.steps_per_execution)
+            check_batch(model, batch)
+            return function(*args[:-1], data)
+
+        first_step.inner = first_step.__wrapped__ = function
+        setattr(model, name, first_step)
+    return made
+
+
+def _peeked(data, steps):
+    """The first batch of what a step gets, and the same data, not yet read."""
+    if isinstance(data, (list, tuple)):
+        return data[0], data
+    if is_iterator(data):
+        return peeked(data, steps)
+    for batch in data if isinstance(data, Iterator) else ():
+        return batch, itertools.chain([batch], data)
+    return None, data

@@ -13,41 +13,21 @@ import keras
 import keras_hub
 
 from keras_moe import _compat
-from keras_moe._compat import (
-    ONE_AT_A_TIME,
-    inject_functional_model_class,
-    keep_no_steps,
-    make_pure_predict_function,
-    serving,
-)
+from keras_moe._checks import unfit
 from keras_moe._types import Config, KerasModel
 from keras_moe.models import registry
+from keras_moe.models.base import _input_checks
 from keras_moe.models.base._copying import (
     config_with_router_arguments,
     copied,
     with_kept_experts,
 )
 from keras_moe.models.base._exporting import Exportable
-from keras_moe.models.base._first_batch import make_step, one_call
-from keras_moe.models.base._input_checks import (
-    check_inputs,
-    check_prediction,
-    check_training,
-    has_no_examples,
-    is_array,
-    outputs_of_none,
-    warn_of_raw_pixels,
-)
 from keras_moe.models.base.model_card import ModelCard, write_card
 from keras_moe.models.loading.blueprint import Blueprint, Description, build
+from keras_moe.models.saving import _weights_file
 from keras_moe.models.saving._lora import TRAINING, apply_training
 from keras_moe.models.saving._preset_folder import staged
-from keras_moe.models.saving._weights_file import (
-    checked_weights,
-    merged_adapters,
-    save_model,
-    save_weights,
-)
 
 # What a checker knows of the classes that ours extend.
 if TYPE_CHECKING:
@@ -81,7 +61,7 @@ else:
 # Keras changes the bases of this shared class when it builds the first model, which
 # would break another thread building one. KerasHub does so per task: those are built
 # one at a time.
-inject_functional_model_class(Backbone)
+_compat.inject_functional_model_class(Backbone)
 
 
 # Locks of models whose variables Keras takes away, on JAX.
@@ -119,7 +99,7 @@ class MoEModel(Exportable, TorchParameters):
             super().__setattr__(name, value)
 
     def _check_inputs(self, inputs, labels=None):
-        check_inputs(self, inputs)
+        _input_checks.check_inputs(self, inputs)
 
     def _run_through_graph(self, *args, **kwargs):
         # As `keras.models.clone_model` calls it.
@@ -137,7 +117,10 @@ class MoEModel(Exportable, TorchParameters):
 
     def _training_data(self, x, y, sample_weight=None):
         """Returns the inputs and labels that Keras's methods get, checked."""
-        check_training(self, x, y)
+        self._check_inputs(x, y)
+        if _input_checks.has_no_examples(x):
+            # The mean over no examples is undefined.
+            raise unfit("at least one image or example to train or evaluate on", "none")
         return x, y
 
     def fit(
@@ -150,45 +133,48 @@ class MoEModel(Exportable, TorchParameters):
             inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(validation)
             inputs, labels = self._training_data(inputs, labels, weights)
             kwargs["validation_data"] = inputs, labels, weights
-        with state_kept(self, training=True), one_call():
+        with state_kept(self, training=True), _input_checks.one_call():
             return self._training_method("fit")(x, y, *args, **kwargs)
 
     def evaluate(
         self, x: object = None, y: object = None, *args: object, **kwargs: object
     ) -> Any:
         x, y = self._training_data(x, y, kwargs.get("sample_weight"))
-        with state_kept(self), one_call():
+        with state_kept(self), _input_checks.one_call():
             return self._training_method("evaluate")(x, y, *args, **kwargs)
 
     def predict(self, x: object, *args: object, **kwargs: object) -> Any:
         """Returns the outputs; see `keras.Model.predict`. Empty inputs are allowed."""
-        check_prediction(self, x)
-        if has_no_examples(x):
-            return outputs_of_none(self)
+        _input_checks.check_prediction(self, x)
+        if _input_checks.has_no_examples(x):
+            return _input_checks.outputs_of_none(self)
         seen = ()
-        if all(map(is_array, keras.tree.flatten(x))):
+        if all(map(_input_checks.is_array, keras.tree.flatten(x))):
             # Looking at a batch of TensorFlow's on its way takes long, and ids and
             # shapes were checked above.
-            warn_of_raw_pixels(self, x)
+            _input_checks.warn_of_raw_pixels(self, x)
             seen = ("predict_function",)
-        with one_call(seen):
+        with _input_checks.one_call(seen):
             self.make_predict_function()
-            return serving(self)._training_method("predict")(x, *args, **kwargs)
+            return _compat.serving(self)._training_method("predict")(x, *args, **kwargs)
 
     # Look at the first batch.
 
     def make_train_function(self, force: bool = False) -> object:
-        keep_no_steps(self.optimizer)
-        return make_step(self, "train_function", super().make_train_function, force)
+        _compat.keep_no_steps(self.optimizer)
+        make = _compat.step_maker(self, "train_function", super().make_train_function)
+        return _input_checks.make_step(self, "train_function", make, force)
 
     def make_test_function(self, force: bool = False) -> object:
-        return make_step(self, "test_function", super().make_test_function, force)
+        make = _compat.step_maker(self, "test_function", super().make_test_function)
+        return _input_checks.make_step(self, "test_function", make, force)
 
     def make_predict_function(self, force: bool = False) -> object:
         make = super().make_predict_function
+        make = _compat.step_maker(self, "predict_function", make)
         if keras.backend.backend() == "jax":
-            make = functools.partial(make_pure_predict_function, self)
-        return make_step(self, "predict_function", make, force)
+            make = functools.partial(_compat.make_pure_predict_function, self)
+        return _input_checks.make_step(self, "predict_function", make, force)
 
     def train_on_batch(
         self, x: object, y: object = None, sample_weight: object = None, **kwargs
@@ -207,11 +193,11 @@ class MoEModel(Exportable, TorchParameters):
             return method(x, y, sample_weight, **kwargs)
 
     def predict_on_batch(self, x: object, *args: object, **kwargs: object) -> Any:
-        check_prediction(self, x)
-        if has_no_examples(x):
-            return outputs_of_none(self)
+        _input_checks.check_prediction(self, x)
+        if _input_checks.has_no_examples(x):
+            return _input_checks.outputs_of_none(self)
         self.make_predict_function()
-        own: Any = super(MoEModel, serving(self))
+        own: Any = super(MoEModel, _compat.serving(self))
         return own.predict_on_batch(x, *args, **kwargs)
 
     @ClassProperty
@@ -241,7 +227,7 @@ class MoEModel(Exportable, TorchParameters):
         registry.check_loadable(self)
         kwargs |= {"overwrite": overwrite, "zipped": zipped}
         save = functools.partial(super().save, **kwargs)
-        save_model(self, save, filepath, overwrite)
+        _weights_file.save_model(self, save, filepath, overwrite)
 
     def save_assets(self, dir_path: str) -> None:
         # Whole models are saved by other ways, too, such as pickles and deep copies.
@@ -259,7 +245,7 @@ class MoEModel(Exportable, TorchParameters):
         has the architecture, its costs and the fields of `card`.
         """
         registry.check_loadable(self)
-        with staged(preset_dir) as folder, merged_adapters():
+        with staged(preset_dir) as folder, _weights_file.merged_adapters():
             super().save_to_preset(folder, max_shard_size=max_shard_size)
             # The backbone inside a task that is being saved gets no card.
             if folder != str(preset_dir):
@@ -273,12 +259,12 @@ class MoEModel(Exportable, TorchParameters):
         max_shard_size: float | None = None,
     ) -> None:
         """Atomically saves all weights; see `keras.Model.save_weights`."""
-        save_weights(self, filepath, overwrite, max_shard_size)
+        _weights_file.save_weights(self, filepath, overwrite, max_shard_size)
 
     def load_weights(
         self, filepath: str | os.PathLike, skip_mismatch: bool = False, **kwargs
     ) -> None:
-        with checked_weights(filepath):
+        with _weights_file.checked_weights(filepath):
             super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
 
     def copy(self) -> Self:
@@ -309,7 +295,7 @@ def state_kept(model: KerasModel, training: bool = False) -> Iterator[None]:
     if keras.backend.backend() != "jax":
         yield
         return
-    with ONE_AT_A_TIME:
+    with _compat.ONE_AT_A_TIME:
         lock = _IN_USE.setdefault(model, threading.RLock())
     with lock:
         optimizer = getattr(model, "optimizer", None)

@@ -133,12 +133,10 @@ class ModelCard:
             "and PyTorch.",
             f"![{_line(self.picture_text)}]({picture})" if picture else "",
             _usage(source or name),
-            "## Architecture",
-            _table(("argument", "value"), _architecture(model)),
-            "## Costs",
-            _table(("", ""), _costs(model)),
-            *self._training(),
-            *self._measured(),
+            _section("Architecture", ("argument", "value"), _architecture(model)),
+            _section("Costs", ("", ""), _costs(model)),
+            _section("Training", ("setting", "value"), self._training()),
+            _section("Results", ("metric", "value", "data"), self._measured()),
             "## Licence",
             f"The licence of the weights is {self.license}."
             if self.license
@@ -177,11 +175,8 @@ class ModelCard:
         ).to_yaml()
 
     def _training(self):
-        if self.data is None and not self.recipe:
-            return []
-        rows = [("data", self.data)] if self.data is not None else []
-        rows += [(k, v) for k, v in (self.recipe or {}).items() if v not in (None, "")]
-        return ["## Training", _table(("setting", "value"), rows)]
+        rows = [("data", self.data), *(self.recipe or {}).items()]
+        return [(name, x) for name, x in rows if x not in (None, "")]
 
     def _base(self):
         if self.base_model is None:
@@ -195,13 +190,9 @@ class ModelCard:
         )
 
     def _measured(self):
-        if not self.results:
-            return []
-        rows = [
-            (result.metric, f"{result.value:.4g}", f"{result.data}, {result.split}")
-            for result in self.results
+        return [
+            (x.metric, f"{x.value:.4g}", f"{x.data}, {x.split}") for x in self.results
         ]
-        return ["## Results", _table(("metric", "value", "data"), rows)]
 
 
 def write_card(
@@ -279,9 +270,11 @@ def _costs(model):
     yield f"GFLOPs of each {costs.example}, forward", f"{costs.gflops:.3g}"
 
 
-def _table(header, rows):
+def _section(title, header, rows):
+    """A section with a table; empty without rows."""
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+    table = "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+    return f"## {title}\n\n{table}" if len(lines) > 2 else ""
 
 
 def _cell(value):

@@ -13,12 +13,6 @@ from keras_moe.models.conversion.sources import (
 )
 
 __all__ = [
-    "HEAD",
-    "POOLING",
-    "ConversionReport",
-    "ConvertedWeight",
-    "PublishedWeights",
-    "check_convertible",
-    "is_convertible",
-    "open_source",
-]
+    "HEAD", "POOLING", "ConversionReport", "ConvertedWeight", "PublishedWeights",
+    "check_convertible", "is_convertible", "open_source",
+]  # fmt: skip

@@ -7,24 +7,7 @@ MultiHeadDotProductAttention_1, ...`), counted by class, or named as in V-MoE.
 from pathlib import Path
 
 from keras_moe._checks import check_image_shape
-from keras_moe.models.conversion._rules import (
-    Direct,
-    PatchKernel,
-    Positions,
-    Reshaped,
-    direct,
-    norm,
-)
-from keras_moe.models.conversion._spec import (
-    ConversionSpec,
-    Library,
-    mixer_arguments,
-    numbered,
-    pair_spec,
-    patch_arguments,
-    required,
-    square_grid,
-)
+from keras_moe.models.conversion import _rules, _spec
 from keras_moe.models.registry import builtin_presets
 
 # Released V-MoEs, whose weights do not determine all arguments: name prefix and the
@@ -34,17 +17,11 @@ _RELEASED = {
     "vmoe_s32_last2": "vmoe_s32_last2_e8",
     "vmoe_b16_imagenet21k": "vmoe_b16_every2_e8",
 }
-_GOOGLE = Library("Google", "Apache-2.0")
+_GOOGLE = _spec.Library("Google", "Apache-2.0")
 _ROUTING = (
-    "ensemble_size",
-    "num_selected_experts",
-    "capacity_factor",
-    "capacity_multiple_of",
-    "examples_per_group",
-    "noise_std",
-    "auxiliary_losses",
-    "expert_dropout",
-)
+    "ensemble_size", "num_selected_experts", "capacity_factor", "capacity_multiple_of",
+    "examples_per_group", "noise_std", "auxiliary_losses", "expert_dropout",
+)  # fmt: skip
 _UNKNOWN_ROUTING = (
     "weights do not tell how tokens are allocated: router, num_selected_experts and "
     "capacity_factor have their defaults unless given"
@@ -59,7 +36,7 @@ _IMAGE, _TEXT = "img/", "txt/"
 
 def google_spec(
     file, config: dict, overrides: dict, tower: str | None = None
-) -> ConversionSpec | None:
+) -> _spec.ConversionSpec | None:
     name = Path(file.path).name
     for prefix in _PREFIXES:
         if f"{prefix}{_IMAGE}embedding/kernel" in file:
@@ -97,34 +74,34 @@ def _module(file, parent, *names):
 
 
 def _flax_norm(path, name):
-    return norm(path, name, "scale", "bias")
+    return _rules.norm(path, name, "scale", "bias")
 
 
 def _attention(path, name, query_key_norm=False):
-    rules = direct(f"{path}/attention_output", f"{name}out/")
+    rules = _rules.direct(f"{path}/attention_output", f"{name}out/")
     for part in ("query", "key", "value"):
-        rules.update(direct(f"{path}/{part}", f"{name}{part}/"))
+        rules.update(_rules.direct(f"{path}/{part}", f"{name}{part}/"))
         if query_key_norm and part != "value":
-            rules[f"{path}/{part}_norm/gamma"] = Direct(f"{name}{part}_ln/scale")
+            rules[f"{path}/{part}_norm/gamma"] = _rules.Direct(f"{name}{part}_ln/scale")
     return rules
 
 
 def _mlp(path, name):
     return {
-        **direct(f"{path}/hidden", f"{name}Dense_0/"),
-        **direct(f"{path}/output", f"{name}Dense_1/"),
+        **_rules.direct(f"{path}/hidden", f"{name}Dense_0/"),
+        **_rules.direct(f"{path}/output", f"{name}Dense_1/"),
     }
 
 
 def _head(file, prefix):
     if f"{prefix}head/kernel" not in file:
         return {}, None
-    _, num_classes = required(file, f"{prefix}head/kernel", 2)
-    rules = direct("predictions", f"{prefix}head/")
+    _, num_classes = _spec.required(file, f"{prefix}head/kernel", 2)
+    rules = _rules.direct("predictions", f"{prefix}head/")
     arguments = {"num_classes": num_classes}
     if f"{prefix}pre_logits/kernel" in file:
-        rules.update(direct("pre_logits", f"{prefix}pre_logits/"))
-        _, dim = required(file, f"{prefix}pre_logits/kernel", 2)
+        rules.update(_rules.direct("pre_logits", f"{prefix}pre_logits/"))
+        _, dim = _spec.required(file, f"{prefix}pre_logits/kernel", 2)
         arguments["representation_dim"] = dim
     return rules, arguments
 
@@ -137,7 +114,7 @@ def _map_head(file, prefix):
     attention = _module(file, root, attention, f"{attention}_0")
     query_key_norm = f"{attention}query_ln/scale" in file
     return {
-        "pooler/probe": Direct(f"{root}probe"),
+        "pooler/probe": _rules.Direct(f"{root}probe"),
         **_attention("pooler/attention", attention, query_key_norm),
         **_flax_norm("pooler/norm", _module(file, root, "LayerNorm", "LayerNorm_0")),
         **_mlp("pooler/mlp", _module(file, root, "Mlp", "MlpBlock_0")),
@@ -145,7 +122,7 @@ def _map_head(file, prefix):
 
 
 def _encoder(file, root):
-    num_layers = numbered(file, f"{root}encoderblock_")
+    num_layers = _spec.numbered(file, f"{root}encoderblock_")
     attentions = ("SelfAttention", *(f"MultiHeadDotProductAttention_{i}" for i in "10"))
     arguments = {
         "num_layers": num_layers,
@@ -167,14 +144,14 @@ def _encoder(file, root):
             moe_rules, router = _moe(file, f"{path}/moe", f"{block}Moe/")
             rules.update(moe_rules)
             arguments.update(router)
-            experts = required(file, f"{block}Moe/Mlp/Dense_0/kernel", 3)
+            experts = _spec.required(file, f"{block}Moe/Mlp/Dense_0/kernel", 3)
             arguments["num_experts"], _, expert_mlp_dim = experts
         else:
             mlp = _module(file, block, "Mlp", "MlpBlock_3", "MlpBlock_0")
             rules.update(_mlp(f"{path}/mlp", mlp))
-            arguments["mlp_dim"] = required(file, f"{mlp}Dense_0/kernel", 2)[1]
+            arguments["mlp_dim"] = _spec.required(file, f"{mlp}Dense_0/kernel", 2)[1]
         if i == 0:
-            query = required(file, f"{attention}query/kernel", 3)
+            query = _spec.required(file, f"{attention}query/kernel", 3)
             arguments.update(num_heads=query[1], query_key_norm=query_key_norm)
     if moe_layers:
         arguments["moe_layers"] = moe_layers
@@ -185,40 +162,40 @@ def _encoder(file, root):
 
 def _moe(file, path, name):
     rules = {
-        f"{path}/experts/{layer}_{what}": Direct(f"{name}Mlp/{dense}/{what}")
+        f"{path}/experts/{layer}_{what}": _rules.Direct(f"{name}Mlp/{dense}/{what}")
         for layer, dense in (("hidden", "Dense_0"), ("output", "Dense_1"))
         for what in ("kernel", "bias")
     }
     if f"{name}Router/mu" not in file:
         kernel = f"{name}Router/dense/kernel"
         shape = file[kernel].shape if kernel in file else ()
-        rules[f"{path}/router/kernel"] = Direct(kernel)
+        rules[f"{path}/router/kernel"] = _rules.Direct(kernel)
         if len(shape) < 3:
             return rules, {}
         # The kernel (D, M, E / M) of an ensemble.
-        rules[f"{path}/router/kernel"] = Reshaped(kernel, shape=shape)
+        rules[f"{path}/router/kernel"] = _rules.Reshaped(kernel, shape=shape)
         return rules, {"ensemble_size": shape[1]}
     has_scale = f"{name}Router/scale" in file
-    _, _, num_slots = required(file, f"{name}Router/mu", 3)
-    rules[f"{path}/router/slots"] = Direct(f"{name}Router/mu")
+    _, _, num_slots = _spec.required(file, f"{name}Router/mu", 3)
+    rules[f"{path}/router/slots"] = _rules.Direct(f"{name}Router/mu")
     if has_scale:
-        rules[f"{path}/router/scale"] = Direct(f"{name}Router/scale")
+        rules[f"{path}/router/scale"] = _rules.Direct(f"{name}Router/scale")
     return rules, {"router": "soft", "num_slots": num_slots, "normalize": has_scale}
 
 
 def _vit_spec(file, prefix, name, overrides):
     kernel = f"{prefix}embedding/kernel"
-    kernel_shape = required(file, kernel, 4)
+    kernel_shape = _spec.required(file, kernel, 4)
     root = f"{prefix}Encoder/"
     if not any(tensor.startswith(root) for tensor in file):
         root = f"{prefix}Transformer/"
     class_token = f"{prefix}cls" in file
     rules, arguments = _encoder(file, root)
-    arguments.update(patch_arguments(kernel_shape), class_token=class_token)
-    rules["patch_embedding/kernel"] = PatchKernel(kernel)
-    rules["patch_embedding/bias"] = Direct(f"{prefix}embedding/bias")
+    arguments.update(_spec.patch_arguments(kernel_shape), class_token=class_token)
+    rules["patch_embedding/kernel"] = _rules.PatchKernel(kernel)
+    rules["patch_embedding/bias"] = _rules.Direct(f"{prefix}embedding/bias")
     if class_token:
-        rules["class_token/token"] = Direct(f"{prefix}cls")
+        rules["class_token/token"] = _rules.Direct(f"{prefix}cls")
     head, task = _head(file, prefix)
     pooler = _map_head(file, prefix)
     rules.update({**head, **pooler})
@@ -236,16 +213,11 @@ def _vit_spec(file, prefix, name, overrides):
         architecture = "Soft MoE"
     elif arguments.get("ensemble_size", 1) > 1:
         architecture = "E3"
-    return ConversionSpec(
-        _GOOGLE,
-        architecture,
-        "ViTBackbone",
-        arguments,
-        rules,
-        task,
-        notes=notes,
-        preprocessing=_PREPROCESSING,
+    spec = _spec.ConversionSpec(
+        _GOOGLE, architecture, "ViTBackbone", arguments, rules, task
     )
+    spec.notes, spec.preprocessing = notes, _PREPROCESSING
+    return spec
 
 
 def _add_routing(arguments, task, name):
@@ -268,10 +240,10 @@ def _add_positions(file, prefix, root, rules, arguments, kernel_shape, overrides
     if positions not in file and f"{prefix}pos_embedding" in file:
         positions = f"{prefix}pos_embedding"
     if positions in file:
-        rules["position_embedding/embedding"] = Positions(positions)
-        rows = required(file, positions, 3)[1]
+        rules["position_embedding/embedding"] = _rules.Positions(positions)
+        rows = _spec.required(file, positions, 3)[1]
         where = f"{positions!r} in {file.path}"
-        grid = square_grid(rows, arguments["class_token"], where)
+        grid = _spec.square_grid(rows, arguments["class_token"], where)
         arguments["image_shape"] = (grid * height, grid * width, channels)
         return
     if "image_shape" not in overrides:
@@ -284,15 +256,15 @@ def _add_positions(file, prefix, root, rules, arguments, kernel_shape, overrides
 
 
 def _mixer_spec(file, prefix):
-    kernel_shape = required(file, f"{prefix}stem/kernel", 4)
-    num_layers = numbered(file, f"{prefix}MixerBlock_")
+    kernel_shape = _spec.required(file, f"{prefix}stem/kernel", 4)
+    num_layers = _spec.numbered(file, f"{prefix}MixerBlock_")
     first = f"{prefix}MixerBlock_0/"
-    tokens, token_mlp = required(file, f"{first}token_mixing/Dense_0/kernel", 2)
-    _, mlp_dim = required(file, f"{first}channel_mixing/Dense_0/kernel", 2)
-    grid = square_grid(tokens, False, file.path)
+    tokens, token_mlp = _spec.required(file, f"{first}token_mixing/Dense_0/kernel", 2)
+    _, mlp_dim = _spec.required(file, f"{first}channel_mixing/Dense_0/kernel", 2)
+    grid = _spec.square_grid(tokens, False, file.path)
     rules = {
-        "patch_embedding/kernel": PatchKernel(f"{prefix}stem/kernel"),
-        "patch_embedding/bias": Direct(f"{prefix}stem/bias"),
+        "patch_embedding/kernel": _rules.PatchKernel(f"{prefix}stem/kernel"),
+        "patch_embedding/bias": _rules.Direct(f"{prefix}stem/bias"),
         **_flax_norm("final_norm", f"{prefix}pre_head_layer_norm/"),
     }
     for i in range(num_layers):
@@ -303,16 +275,15 @@ def _mixer_spec(file, prefix):
         rules.update(_mlp(f"{path}/mlp", f"{block}channel_mixing/"))
     head, task = _head(file, prefix)
     mlp_dims = token_mlp, mlp_dim
-    arguments = mixer_arguments(kernel_shape, grid, num_layers, mlp_dims, "gelu_tanh")
-    return ConversionSpec(
-        _GOOGLE,
-        "MLP-Mixer",
-        "MixerBackbone",
-        arguments,
-        {**rules, **head},
-        task,
-        preprocessing=_PREPROCESSING,
+    arguments = _spec.mixer_arguments(
+        kernel_shape, grid, num_layers, mlp_dims, "gelu_tanh"
     )
+    rules.update(head)
+    spec = _spec.ConversionSpec(
+        _GOOGLE, "MLP-Mixer", "MixerBackbone", arguments, rules, task
+    )
+    spec.preprocessing = _PREPROCESSING
+    return spec
 
 
 # Contrastive models: an image tower and a text tower
@@ -328,7 +299,7 @@ def _pair_spec(file, prefix, name, overrides, tower):
         specs["text"] = _text_spec(file, prefix + _TEXT, own)
     logits = f"{prefix}s", f"{prefix}b"
     if tower is None:
-        return pair_spec(file, **specs, log_scale=logits[0], bias=logits[1])
+        return _spec.pair_spec(file, **specs, log_scale=logits[0], bias=logits[1])
     spec = specs[tower]
     other, start = ("text", _TEXT) if tower == "image" else ("image", _IMAGE)
     for tensor in file:
@@ -341,7 +312,7 @@ def _pair_spec(file, prefix, name, overrides, tower):
 def _text_spec(file, prefix, overrides):
     embedding, root = f"{prefix}Embed_0/embedding", f"{prefix}Encoder/"
     positions = f"{root}posembed_input/pos_embedding"
-    vocabulary_size, hidden_dim = required(file, embedding, 2)
+    vocabulary_size, hidden_dim = _spec.required(file, embedding, 2)
     rules, arguments = _encoder(file, root)
     # Text towers do not have this argument, nor the checkpoint such weights.
     arguments.pop("query_key_norm")
@@ -352,26 +323,22 @@ def _text_spec(file, prefix, overrides):
     if not pooler and "pooling" not in overrides:
         notes += ("assumed: pooling at the last token (the weights do not tell)",)
     rules.update(pooler)
-    rules["token_embedding/embeddings"] = Direct(embedding)
-    rules["text_positions/embedding"] = Direct(positions)
+    rules["token_embedding/embeddings"] = _rules.Direct(embedding)
+    rules["text_positions/embedding"] = _rules.Direct(positions)
     if task is not None:
         arguments.update(projection_dim=task["num_classes"], projection_bias=True)
         for path, rule in head.items():
             rules[path.replace("predictions/", "projection/")] = rule
     arguments.update(
         vocabulary_size=vocabulary_size,
-        max_length=required(file, positions, 3)[1],
+        max_length=_spec.required(file, positions, 3)[1],
         hidden_dim=hidden_dim,
         # Padding is attended to.
         causal=False,
         mask_padding=False,
         pooling=pooling,
     )
-    return ConversionSpec(
-        _GOOGLE,
-        "V-MoE" if arguments.get("moe_layers") else "ViT",
-        "TextBackbone",
-        arguments,
-        rules,
-        notes=notes,
-    )
+    name = "V-MoE" if arguments.get("moe_layers") else "ViT"
+    spec = _spec.ConversionSpec(_GOOGLE, name, "TextBackbone", arguments, rules)
+    spec.notes = notes
+    return spec

@@ -8,28 +8,9 @@ from typing import Any
 import numpy as np
 
 from keras_moe._checks import unfit
-from keras_moe.models.conversion._rules import (
-    Direct,
-    Matrix,
-    TransposedMatrix,
-    Vector,
-    norm,
-    tensors_of,
-)
-from keras_moe.models.conversion._spec import (
-    ACTIVATIONS,
-    GPT2,
-    TRANSFORMERS,
-    ConversionSpec,
-    activation_of,
-    agree,
-    numbered,
-    required,
-    usual_heads,
-)
+from keras_moe.models.conversion import _rules, _spec
 from keras_moe.models.preprocessing.tokenizer import byte_pair_files
 
-CONFIG_NAME = "config.json"
 MODEL_TYPES = ("gpt2",)
 # Names of transformers' language model; a bare `GPT2Model` has no prefix.
 _ROOT, _HEAD = "transformer.", "lm_head.weight"
@@ -38,19 +19,19 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias")
 
 def gpt2_spec(
     file, config: dict, overrides: dict, tower: str | None = None
-) -> ConversionSpec | None:
+) -> _spec.ConversionSpec | None:
     root = _ROOT if f"{_ROOT}wte.weight" in file else ""
     if f"{root}h.0.attn.c_attn.weight" not in file:
         return None
-    vocabulary_size, dim = required(file, f"{root}wte.weight", 2)
-    max_length, _ = required(file, f"{root}wpe.weight", 2)
+    vocabulary_size, dim = _spec.required(file, f"{root}wte.weight", 2)
+    max_length, _ = _spec.required(file, f"{root}wpe.weight", 2)
     sizes = {
         "vocab_size": vocabulary_size,
         "n_embd": dim,
         "n_positions": max_length,
-        "n_layer": numbered(file, f"{root}h."),
+        "n_layer": _spec.numbered(file, f"{root}h."),
     }
-    agree(file, config, CONFIG_NAME, **sizes)
+    _spec.agree(file, config, _spec.CONFIG_NAME, **sizes)
     for name, value in (
         ("scale_attn_weights", True),
         ("scale_attn_by_inverse_layer_idx", False),
@@ -61,16 +42,16 @@ def gpt2_spec(
             raise unfit(expected, f"{name}={config[name]}")
     is_tied = config.get("tie_word_embeddings", True) or _HEAD not in file
     arguments = {
-        **GPT2,
+        **_spec.GPT2,
         "vocabulary_size": vocabulary_size,
         "max_length": max_length,
         "hidden_dim": dim,
         "num_layers": sizes["n_layer"],
         "num_heads": config.get("n_head")
         or overrides.get("num_heads")
-        or usual_heads(dim, file.path),
-        "mlp_dim": required(file, f"{root}h.0.mlp.c_fc.weight", 2)[1],
-        "activation": activation_of(
+        or _spec.usual_heads(dim, file.path),
+        "mlp_dim": _spec.required(file, f"{root}h.0.mlp.c_fc.weight", 2)[1],
+        "activation": _spec.activation_of(
             config.get("activation_function", "gelu_new"), file, overrides
         ),
         "layer_norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
@@ -80,24 +61,24 @@ def gpt2_spec(
     if is_tied:
         left[_HEAD] = "tied to the embeddings"
     rules = gpt2_rules(arguments, root)
-    return ConversionSpec(
-        TRANSFORMERS, "GPT-2", "DecoderBackbone", arguments, rules, {}, left
+    return _spec.ConversionSpec(
+        _spec.TRANSFORMERS, "GPT-2", "DecoderBackbone", arguments, rules, {}, left
     )
 
 
 def gpt2_rules(arguments: dict, root: str = _ROOT) -> dict:
     """Rules of all weights; `arguments` are those of the backbone."""
     rules = {
-        "token_embedding/embeddings": Direct(f"{root}wte.weight"),
-        "text_positions/embedding": Direct(f"{root}wpe.weight", axes=1),
-        **norm("final_norm", f"{root}ln_f."),
+        "token_embedding/embeddings": _rules.Direct(f"{root}wte.weight"),
+        "text_positions/embedding": _rules.Direct(f"{root}wpe.weight", axes=1),
+        **_rules.norm("final_norm", f"{root}ln_f."),
     }
     if not arguments["tied_embeddings"]:
-        rules["token_embedding/reverse_embeddings"] = Matrix(_HEAD)
+        rules["token_embedding/reverse_embeddings"] = _rules.Matrix(_HEAD)
     for i in range(arguments["num_layers"]):
         block, path = f"{root}h.{i}.", f"block_{i}"
-        rules |= norm(f"{path}/mixer_norm", f"{block}ln_1.")
-        rules |= norm(f"{path}/feed_forward_norm", f"{block}ln_2.")
+        rules |= _rules.norm(f"{path}/mixer_norm", f"{block}ln_1.")
+        rules |= _rules.norm(f"{path}/feed_forward_norm", f"{block}ln_2.")
         layers = {
             "attention/attention_output": ("attn.c_proj.", {"inputs": 2}),
             "mlp/hidden": ("mlp.c_fc.", {}),
@@ -106,31 +87,30 @@ def gpt2_rules(arguments: dict, root: str = _ROOT) -> dict:
         for part, name in enumerate(("query", "key", "value")):
             layers[f"attention/{name}"] = ("attn.c_attn.", {"part": part, "parts": 3})
         for layer, (name, parts) in layers.items():
-            kernel = TransposedMatrix(f"{block}{name}weight", **parts)
+            kernel = _rules.TransposedMatrix(f"{block}{name}weight", **parts)
             parts = {k: x for k, x in parts.items() if k != "inputs"}
             rules[f"{path}/{layer}/kernel"] = kernel
-            rules[f"{path}/{layer}/bias"] = Vector(f"{block}{name}bias", **parts)
+            rules[f"{path}/{layer}/bias"] = _rules.Vector(f"{block}{name}bias", **parts)
     return rules
 
 
 # Export
 
 
-def gpt2_files(model: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def gpt2_files(model: Any) -> tuple[dict[str, np.ndarray], dict]:
     tower = model.towers["text"]
     config, kind = tower.config, "GPT-2 of transformers"
     heads = config["num_heads"]
     if config["num_key_value_heads"] is None:
         heads = None
-    tower.check(
-        kind,
-        **GPT2,
-        num_key_value_heads=heads,
-        query_key_norm=False,
-        layer_scale_initial_value=None,
-    )
+    wanted = {
+        **_spec.GPT2,
+        "num_key_value_heads": heads,
+        "layer_scale_initial_value": None,
+    }
+    tower.check(kind, **wanted)
     # As transformers names them in GPT-2's configs.
-    names = {own: name for name, own in ACTIVATIONS.items()}
+    names = {own: name for name, own in _spec.ACTIVATIONS.items()}
     end = getattr(model.tokenizer, "end_id", None)
     content = {
         "architectures": ["GPT2LMHeadModel"],
@@ -149,5 +129,8 @@ def gpt2_files(model: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         "eos_token_id": end,
         "torch_dtype": "float32",
     }
-    files = {CONFIG_NAME: content, **byte_pair_files(model.tokenizer, is_clip=False)}
-    return tensors_of(gpt2_rules(config), tower.values, kind), files
+    files = {
+        _spec.CONFIG_NAME: content,
+        **byte_pair_files(model.tokenizer, is_clip=False),
+    }
+    return _rules.tensors_of(gpt2_rules(config), tower.values, kind), files

@@ -7,30 +7,12 @@ import keras_hub
 import numpy as np
 
 from keras_moe._checks import unfit
+from keras_moe.models.conversion import _rules, _spec
 from keras_moe.models.conversion._readers import PublishedTensors, TensorInfo
-from keras_moe.models.conversion._rules import (
-    Direct,
-    Filled,
-    Positions,
-    direct,
-    norm,
-    patches,
-    renamed,
-    without_projection,
-)
-from keras_moe.models.conversion._spec import (
-    GPT2,
-    LOGIT_NAMES,
-    POSITION_IDS,
-    ConversionSpec,
-    Library,
-    interpolation,
-    pair_spec,
-)
 from keras_moe.models.preprocessing.tokenizer import TextTokenizer
 
 _hub = keras_hub.models
-_KERAS_HUB = Library("KerasHub", "as its model card says (per preset)")
+_KERAS_HUB = _spec.Library("KerasHub", "as its model card says (per preset)")
 _TEXTS = (_hub.CLIPTextEncoder, _hub.SigLIPTextEncoder)
 _PAIRS = (_hub.CLIPBackbone, _hub.SigLIPBackbone)
 # Llama 3 extends Llama.
@@ -101,7 +83,7 @@ class KerasHubModel(PublishedTensors):
 
 def keras_hub_spec(
     model: keras.Model, tower: str | None
-) -> tuple[PublishedTensors, ConversionSpec]:
+) -> tuple[PublishedTensors, _spec.ConversionSpec]:
     if isinstance(model, _PAIRS):
         return _both_towers(model) if tower is None else _one_tower(model, tower)
     texts = (*_TEXTS, *_LANGUAGE, *LANGUAGE_TASKS)
@@ -111,7 +93,7 @@ def keras_hub_spec(
         raise unfit(expected, f"{type(model).__name__} {model.name!r}")
     is_task = isinstance(model, (_hub.ViTImageClassifier, *LANGUAGE_TASKS))
     file = KerasHubModel(model)
-    return file, _spec(model, model.backbone if is_task else model, file)
+    return file, _encoder_spec(model, model.backbone if is_task else model, file)
 
 
 def _layers(model, tower):
@@ -126,7 +108,7 @@ def _layers(model, tower):
 def _one_tower(model, tower):
     layers = _layers(model, tower)
     file = KerasHubModel(model, {"": layers})
-    spec = _spec(model, layers[0], file)
+    spec = _encoder_spec(model, layers[0], file)
     other = "image" if tower == "text" else "text"
     spec.notes += (f"the {other} tower and the logits' scale are left out",)
     return file, spec
@@ -142,12 +124,14 @@ def _both_towers(model):
     specs = {}
     for tower, (encoder, *_) in layers.items():
         own = [name for name in file if name.startswith(f"{tower}/")]
-        specs[tower] = _spec(model, encoder, own)
-    scalars = [next((x for x in file if x.endswith(end)), None) for end in LOGIT_NAMES]
-    return file, pair_spec(file, **specs, log_scale=scalars[0], bias=scalars[1])
+        specs[tower] = _encoder_spec(model, encoder, own)
+    scalars = [
+        next((x for x in file if x.endswith(end)), None) for end in _spec.LOGIT_NAMES
+    ]
+    return file, _spec.pair_spec(file, **specs, log_scale=scalars[0], bias=scalars[1])
 
 
-def _spec(model, encoder, names):
+def _encoder_spec(model, encoder, names):
     """Returns the spec of an encoder within a model, with full weight names."""
     has_head = isinstance(model, (_hub.ViTImageClassifier, _hub.CLIPBackbone))
     around = model if has_head else None
@@ -174,8 +158,8 @@ def _spec(model, encoder, names):
         for path, rule in spec.rules.items()
         if not path.endswith("bias") or set(rule.names) <= set(full)
     }
-    rules = renamed(present, lambda name: full.get(name, name))
-    spec.rules = {**dict.fromkeys(spec.rules, Filled()), **rules}
+    rules = _rules.renamed(present, lambda name: full.get(name, name))
+    spec.rules = {**dict.fromkeys(spec.rules, _rules.Filled()), **rules}
     if "image_shape" in spec.arguments:
         preprocessor = getattr(model, "preprocessor", None)
         spec.preprocessing, notes = _preprocessing(preprocessor)
@@ -200,13 +184,13 @@ def _probe(names):
 
 
 def _hub_norm(path, name):
-    return norm(path, name, "gamma", "beta")
+    return _rules.norm(path, name, "gamma", "beta")
 
 
 def _attention(path, name):
     rules = {}
     for part in _PROJECTIONS:
-        rules.update(direct(f"{path}/{part}", f"{name}/{part}/"))
+        rules.update(_rules.direct(f"{path}/{part}", f"{name}/{part}/"))
     return rules
 
 
@@ -215,8 +199,8 @@ def _block(path, block, names):
     return {
         **_hub_norm(f"{path}/mixer_norm", f"{first}/"),
         **_hub_norm(f"{path}/feed_forward_norm", f"{second}/"),
-        **direct(f"{path}/mlp/hidden", f"{hidden}/"),
-        **direct(f"{path}/mlp/output", f"{output}/"),
+        **_rules.direct(f"{path}/mlp/hidden", f"{hidden}/"),
+        **_rules.direct(f"{path}/mlp/output", f"{output}/"),
         **_attention(f"{path}/attention", attention),
     }
 
@@ -236,7 +220,9 @@ def _encoder(encoder, is_clip):
 
 
 def _hub_patches(name, has_bias):
-    return patches(f"{name}kernel", f"{name}bias" if has_bias else None, torch=False)
+    return _rules.patches(
+        f"{name}kernel", f"{name}bias" if has_bias else None, torch=False
+    )
 
 
 def _sizes(encoder):
@@ -265,22 +251,22 @@ def _vit_spec(encoder, classifier):
     embedding = "vit_patching_and_embedding/"
     rules = {
         **_hub_patches(f"{embedding}patch_embedding/", encoder.use_patch_bias),
-        "position_embedding/embedding": Positions(
+        "position_embedding/embedding": _rules.Positions(
             f"{embedding}position_embedding/embeddings", axes=1
         ),
         **_hub_norm("final_norm", "vit_encoder/ln/"),
     }
     if encoder.use_class_token:
-        rules["class_token/token"] = Direct(f"{embedding}class_token")
+        rules["class_token/token"] = _rules.Direct(f"{embedding}class_token")
     for i in range(encoder.num_layers):
         block = f"vit_encoder/transformer_block_{i + 1}"
         rules.update(_block(f"block_{i}", block, _VIT_BLOCK))
     task = None
     if classifier is not None:
         task = _classifier_arguments(classifier, encoder)
-        rules.update(direct("predictions", "predictions/"))
+        rules.update(_rules.direct("predictions", "predictions/"))
         if classifier.intermediate_dim is not None:
-            rules.update(direct("pre_logits", "pre_logits/"))
+            rules.update(_rules.direct("pre_logits", "pre_logits/"))
     arguments = {
         **_image_sizes(encoder),
         "mlp_dim": encoder.mlp_dim,
@@ -290,19 +276,23 @@ def _vit_spec(encoder, classifier):
         "dropout_rate": encoder.dropout_rate,
         "attention_dropout": encoder.attention_dropout,
     }
-    return ConversionSpec(_KERAS_HUB, "ViT", "ViTBackbone", arguments, rules, task)
+    return _spec.ConversionSpec(
+        _KERAS_HUB, "ViT", "ViTBackbone", arguments, rules, task
+    )
 
 
 def _gpt2_spec(encoder, preprocessor):
     rules = {
-        "token_embedding/embeddings": Direct("token_embedding/embeddings"),
-        "text_positions/embedding": Direct("position_embedding/embeddings", axes=1),
+        "token_embedding/embeddings": _rules.Direct("token_embedding/embeddings"),
+        "text_positions/embedding": _rules.Direct(
+            "position_embedding/embeddings", axes=1
+        ),
         **_hub_norm("final_norm", "layer_norm/"),
     }
     for i in range(encoder.num_layers):
         rules.update(_block(f"block_{i}", f"transformer_layer_{i}", _GPT2_BLOCK))
     arguments = {
-        **GPT2,
+        **_spec.GPT2,
         **_text_sizes(encoder),
         "activation": "gelu_tanh",
         "layer_norm_epsilon": 1e-5,
@@ -310,7 +300,9 @@ def _gpt2_spec(encoder, preprocessor):
         "dropout_rate": encoder.dropout,
         "attention_dropout": encoder.dropout,
     }
-    return ConversionSpec(_KERAS_HUB, "GPT-2", "DecoderBackbone", arguments, rules, {})
+    return _spec.ConversionSpec(
+        _KERAS_HUB, "GPT-2", "DecoderBackbone", arguments, rules, {}
+    )
 
 
 def _llama_spec(encoder, preprocessor):
@@ -371,14 +363,14 @@ def _llama_spec(encoder, preprocessor):
     for i in range(encoder.num_layers):
         for path, name in layers.items():
             names[f"block_{i}/{path}"] = f"transformer_layer_{i}/{name}"
-    rules = {path: Direct(name) for path, name in names.items()}
+    rules = {path: _rules.Direct(name) for path, name in names.items()}
     notes = ()
     if arguments["query_key_norm"]:
         notes = (
             "queries and keys are normalised with the epsilon of the other norms; "
             "KerasHub's have 1e-5",
         )
-    return ConversionSpec(
+    return _spec.ConversionSpec(
         _KERAS_HUB, kind, "DecoderBackbone", arguments, rules, {}, notes=notes
     )
 
@@ -406,7 +398,7 @@ def _image_spec(encoder, clip, probe):
     blocks, sizes = _encoder(encoder, is_clip)
     rules = {
         **_hub_patches("embedding/patch_embedding/", not is_clip),
-        "position_embedding/embedding": Positions(
+        "position_embedding/embedding": _rules.Positions(
             "embedding/position_embedding/embeddings",
             axes=1,
             ids="embedding/position_ids",
@@ -414,23 +406,23 @@ def _image_spec(encoder, clip, probe):
         **blocks,
     }
     if is_clip:
-        rules["class_token/token"] = Direct("embedding/class_embedding", axes=2)
+        rules["class_token/token"] = _rules.Direct("embedding/class_embedding", axes=2)
         rules.update(_hub_norm("embedding_norm", "pre_layer_norm/"))
     else:
         rules.update(
             {
-                "pooler/probe": Direct(probe),
+                "pooler/probe": _rules.Direct(probe),
                 **_attention("pooler/attention", "head/attention"),
                 **_hub_norm("pooler/norm", "head/layernorm/"),
-                **direct("pooler/mlp/hidden", "head/mlp/fc1/"),
-                **direct("pooler/mlp/output", "head/mlp/fc2/"),
-                **without_projection(),
+                **_rules.direct("pooler/mlp/hidden", "head/mlp/fc1/"),
+                **_rules.direct("pooler/mlp/output", "head/mlp/fc2/"),
+                **_rules.without_projection(),
             }
         )
     task = None if is_clip else {"num_classes": encoder.hidden_dim, "pooling": "map"}
     if clip is not None:
-        rules["predictions/kernel"] = Direct("vision_projection/kernel")
-        rules["predictions/bias"] = Filled()
+        rules["predictions/kernel"] = _rules.Direct("vision_projection/kernel")
+        rules["predictions/bias"] = _rules.Filled()
         task = {"num_classes": clip.projection_dim, "pooling": "class_token"}
     arguments = {
         **_image_sizes(encoder),
@@ -439,15 +431,17 @@ def _image_spec(encoder, clip, probe):
         "embedding_norm": is_clip,
     }
     name = "CLIP" if is_clip else "SigLIP"
-    return ConversionSpec(_KERAS_HUB, name, "ViTBackbone", arguments, rules, task)
+    return _spec.ConversionSpec(_KERAS_HUB, name, "ViTBackbone", arguments, rules, task)
 
 
 def _text_spec(encoder, clip):
     is_clip = isinstance(encoder, _hub.CLIPTextEncoder)
     blocks, sizes = _encoder(encoder, is_clip)
     rules = {
-        "token_embedding/embeddings": Direct("embedding/token_embedding/embeddings"),
-        "text_positions/embedding": Direct(
+        "token_embedding/embeddings": _rules.Direct(
+            "embedding/token_embedding/embeddings"
+        ),
+        "text_positions/embedding": _rules.Direct(
             "embedding/position_embedding/embeddings", axes=1
         ),
         **blocks,
@@ -458,20 +452,15 @@ def _text_spec(encoder, clip):
         notes = ("the last norm has epsilon 1e-5, as in CLIP; KerasHub's has 1e-6",)
         if clip is not None:
             arguments["projection_dim"] = clip.projection_dim
-            rules["projection/kernel"] = Direct("text_projection/kernel")
+            rules["projection/kernel"] = _rules.Direct("text_projection/kernel")
     else:
         arguments.update(causal=False, pooling="last", mask_padding=False)
         arguments.update(projection_dim=encoder.projection_dim, projection_bias=True)
-        rules.update(direct("projection", "head/"))
-    return ConversionSpec(
-        _KERAS_HUB,
-        "CLIP" if is_clip else "SigLIP",
-        "TextBackbone",
-        arguments,
-        rules,
-        ignored={"embedding/position_ids": POSITION_IDS},
-        notes=notes,
-    )
+        rules.update(_rules.direct("projection", "head/"))
+    name = "CLIP" if is_clip else "SigLIP"
+    spec = _spec.ConversionSpec(_KERAS_HUB, name, "TextBackbone", arguments, rules)
+    spec.ignored, spec.notes = {"embedding/position_ids": _spec.POSITION_IDS}, notes
+    return spec
 
 
 def _preprocessing(preprocessor):
@@ -486,7 +475,7 @@ def _preprocessing(preprocessor):
     # Pixels x in [0, 1] become 255 x scale + offset.
     std = 1.0 / (255.0 * np.asarray(converter.scale, "float64"))
     mean = -std * np.asarray(0.0 if converter.offset is None else converter.offset)
-    arguments, notes = interpolation(converter.interpolation)
+    arguments, notes = _spec.interpolation(converter.interpolation)
     if arguments["interpolation"] == "bilinear":
         arguments["antialias"] = bool(converter.antialias)
     pads = getattr(converter, "pad_to_aspect_ratio", False)

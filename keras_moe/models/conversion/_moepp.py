@@ -10,23 +10,8 @@ from typing import Any
 import numpy as np
 
 from keras_moe._checks import unfit
-from keras_moe.models.conversion._rules import (
-    Direct,
-    ExpertMatrix,
-    Matrix,
-    Stacked,
-    tensors_of,
-)
-from keras_moe.models.conversion._spec import (
-    ConversionSpec,
-    Library,
-    agree,
-    numbered,
-    required,
-    usual_heads,
-)
+from keras_moe.models.conversion import _rules, _spec
 
-CONFIG_NAME = "config.json"
 MODEL_TYPES = ("MoE++",)
 _LAYERS = "model.layers."
 _GATE, _EXPERTS = "mlp.moe.gate.", "mlp.moe.experts.experts."
@@ -41,18 +26,18 @@ _NORMS = {
 
 def moepp_spec(
     file, config: dict, overrides: dict, tower: str | None = None
-) -> ConversionSpec | None:
+) -> _spec.ConversionSpec | None:
     first = f"{_LAYERS}0."
     if f"{first}{_GATE}gate_map.weight" not in file:
         return None
-    vocabulary_size, dim = required(file, "model.embed_tokens.weight", 2)
-    total = required(file, f"{first}{_GATE}gate_map.weight", 2)[0]
-    _, mlp_dim = required(file, f"{first}{_EXPERTS}0.down_proj.weight", 2)
+    vocabulary_size, dim = _spec.required(file, "model.embed_tokens.weight", 2)
+    total = _spec.required(file, f"{first}{_GATE}gate_map.weight", 2)[0]
+    _, mlp_dim = _spec.required(file, f"{first}{_EXPERTS}0.down_proj.weight", 2)
     pattern = re.compile(rf"{re.escape(first + _EXPERTS)}\d+\.constant")
     constants = sum(bool(pattern.fullmatch(name)) for name in file)
     sizes = {
         "hidden_size": dim,
-        "num_hidden_layers": numbered(file, _LAYERS),
+        "num_hidden_layers": _spec.numbered(file, _LAYERS),
         "vocab_size": vocabulary_size,
         "intermediate_size": mlp_dim,
         "num_experts": [total],
@@ -62,13 +47,13 @@ def moepp_spec(
     if config.get("tie_word_embeddings"):
         # A tied matrix may be in the file twice.
         sizes["tie_word_embeddings"] = True
-    agree(file, config, CONFIG_NAME, **sizes)
+    _spec.agree(file, config, _spec.CONFIG_NAME, **sizes)
     if config.get("hidden_act", "silu") != "silu":
-        expected = f"hidden_act='silu' in {CONFIG_NAME}, as in the release"
+        expected = f"hidden_act='silu' in {_spec.CONFIG_NAME}, as in the release"
         raise unfit(expected, hidden_act=config["hidden_act"])
-    key_size = required(file, f"{first}self_attn.k_proj.weight", 2)[0]
+    key_size = _spec.required(file, f"{first}self_attn.k_proj.weight", 2)[0]
     heads = config.get("num_attention_heads") or overrides.get("num_heads")
-    heads = heads or usual_heads(dim, file.path)
+    heads = heads or _spec.usual_heads(dim, file.path)
     arguments = {
         "vocabulary_size": vocabulary_size,
         "max_length": config.get("max_position_embeddings", 2048),
@@ -89,14 +74,10 @@ def moepp_spec(
     left = {name: "a table of positions" for name in file if name.endswith(_BUFFER)}
     if arguments["tied_embeddings"]:
         left["lm_head.weight"] = "tied to the embeddings"
-    return ConversionSpec(
-        Library("SkyworkAI", "as its model card says"),
-        "MoE++",
-        "DecoderBackbone",
-        arguments,
-        moepp_rules(arguments),
-        {},
-        left,
+    library = _spec.Library("SkyworkAI", "as its model card says")
+    rules = moepp_rules(arguments)
+    return _spec.ConversionSpec(
+        library, "MoE++", "DecoderBackbone", arguments, rules, {}, left
     )
 
 
@@ -126,7 +107,7 @@ def _experts(file, config, total, constants):
     }
     hidden = f"{_LAYERS}0.{_GATE}wg.0.weight"
     if hidden in file:
-        router["gate_hidden_dim"] = required(file, hidden, 2)[0]
+        router["gate_hidden_dim"] = _spec.required(file, hidden, 2)[0]
     if config.get("moe_use_logits_norm", False):
         router["logits_norm_std"] = float(config.get("moe_gate_norm_std", 1.0))
     return {
@@ -152,33 +133,39 @@ def moepp_rules(arguments: dict) -> dict:
     order = (*range(ffn), first + 1, first, *range(ffn, first))
     router = moe["router"] if isinstance(moe["router"], dict) else {}
     rules: dict = {
-        "token_embedding/embeddings": Direct("model.embed_tokens.weight"),
-        "final_norm/scale": Direct("model.norm.weight"),
+        "token_embedding/embeddings": _rules.Direct("model.embed_tokens.weight"),
+        "final_norm/scale": _rules.Direct("model.norm.weight"),
     }
     if not arguments["tied_embeddings"]:
-        rules["token_embedding/reverse_embeddings"] = Matrix("lm_head.weight")
+        rules["token_embedding/reverse_embeddings"] = _rules.Matrix("lm_head.weight")
     for i in range(arguments["num_layers"]):
         block, path = f"{_LAYERS}{i}.", f"block_{i}"
         gate, moe_path = f"{block}{_GATE}", f"{path}/moe"
         attention, own = f"{path}/attention", f"{block}self_attn."
         for name, theirs in _NORMS.items():
-            rules[f"{path}/{name}/scale"] = Direct(f"{block}{theirs}.weight")
+            rules[f"{path}/{name}/scale"] = _rules.Direct(f"{block}{theirs}.weight")
         for name in ("query", "key", "value"):
-            rules[f"{attention}/{name}/kernel"] = Matrix(f"{own}{name[0]}_proj.weight")
-        output = Matrix(f"{own}o_proj.weight", inputs=2)
+            rules[f"{attention}/{name}/kernel"] = _rules.Matrix(
+                f"{own}{name[0]}_proj.weight"
+            )
+        output = _rules.Matrix(f"{own}o_proj.weight", inputs=2)
         rules[f"{attention}/attention_output/kernel"] = output
         kernel = "wg.weight"
         if router.get("gate_hidden_dim"):
             kernel = "wg.2.weight"
-            rules[f"{moe_path}/router/hidden_kernel"] = Matrix(f"{gate}wg.0.weight")
-        router_kernel = ExpertMatrix(f"{gate}{kernel}", order=order)
-        residual = ExpertMatrix(f"{gate}gate_map.weight", order=order, square=True)
+            rules[f"{moe_path}/router/hidden_kernel"] = _rules.Matrix(
+                f"{gate}wg.0.weight"
+            )
+        router_kernel = _rules.ExpertMatrix(f"{gate}{kernel}", order=order)
+        residual = _rules.ExpertMatrix(
+            f"{gate}gate_map.weight", order=order, square=True
+        )
         rules[f"{moe_path}/router/kernel"] = router_kernel
         rules[f"{moe_path}/router/residual_kernel"] = residual
 
         def each(name, experts, block=block, **part):
             names = (f"{block}{_EXPERTS}{expert}.{name}" for expert in experts)
-            return Stacked(tuple(names), **part)
+            return _rules.Stacked(tuple(names), **part)
 
         experts, constant = range(ffn), range(ffn, first)
         # One matrix holds the gate and the hidden layer.
@@ -197,7 +184,7 @@ def moepp_rules(arguments: dict) -> dict:
 # Export
 
 
-def moepp_files(model: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def moepp_files(model: Any) -> tuple[dict[str, np.ndarray], dict]:
     tower = model.towers["text"]
     config, kind = tower.config, "MoE++'s released code"
     moe = config["moe"] or {}
@@ -267,4 +254,6 @@ def moepp_files(model: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     }
     if config["rope_scaling"] != 1:
         content["rope_scaling"] = {"type": "linear", "factor": config["rope_scaling"]}
-    return tensors_of(moepp_rules(config), tower.values, kind), {CONFIG_NAME: content}
+    return _rules.tensors_of(moepp_rules(config), tower.values, kind), {
+        _spec.CONFIG_NAME: content
+    }

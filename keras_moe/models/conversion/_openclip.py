@@ -3,32 +3,8 @@
 from typing import Any
 
 from keras_moe._checks import unfit
+from keras_moe.models.conversion import _rules, _spec
 from keras_moe.models.conversion._readers import PublishedTensors
-from keras_moe.models.conversion._rules import (
-    BlockNames,
-    Direct,
-    Filled,
-    TowerNames,
-    image_tower_rules,
-    linear,
-    renamed,
-    tensors_of,
-    text_tower_rules,
-)
-from keras_moe.models.conversion._spec import (
-    CLIP_IMAGES,
-    LOGIT_NAMES,
-    ConversionSpec,
-    Library,
-    agree,
-    ignored,
-    image_tower_arguments,
-    interpolation,
-    normalization,
-    required,
-    text_tower_arguments,
-    towers_spec,
-)
 from keras_moe.models.conversion._timm import timm_spec
 from keras_moe.models.preprocessing.tokenizer import byte_pair_files
 
@@ -36,7 +12,7 @@ CONFIG_NAME = "open_clip_config.json"
 # For "local-dir:FOLDER" any name means the folder's own tokenizer. Without a name it is
 # OpenAI's, of so many tokens.
 OWN_TOKENIZER, _OPENAI_TOKENS = "local-dir", 49408
-_OPENCLIP = Library("OpenCLIP", "as its model card says (OpenAI's: MIT)")
+_OPENCLIP = _spec.Library("OpenCLIP", "as its model card says (OpenAI's: MIT)")
 # Settings that change a tower's outputs and that this library does not have.
 _UNSUPPORTED = (
     "block_type", "qk_norm", "scaled_cosine_attn", "scale_heads", "scale_attn_inner",
@@ -49,7 +25,7 @@ _VISION_UNSUPPORTED = (
 _TEXT_UNSUPPORTED = (*_UNSUPPORTED, "embed_cls", "hf_model_name", "text_arch")
 # Their defaults.
 _UNSET = (None, False, "", {}, {"approximate": "none"}, "default", "tok", "learnable")
-_BLOCK = BlockNames(
+_BLOCK = _rules.BlockNames(
     norms=("ln_1.", "ln_2."),
     mlp=("mlp.c_fc.", "mlp.c_proj."),
     # PyTorch's attention: `in_proj_weight`, `in_proj_bias`.
@@ -57,7 +33,7 @@ _BLOCK = BlockNames(
     output="attn.out_proj.",
     scales=("ls_1.gamma", "ls_2.gamma"),
 )
-_IMAGE = TowerNames(
+_IMAGE = _rules.TowerNames(
     blocks="visual.transformer.resblocks.",
     block=_BLOCK,
     positions="visual.positional_embedding",
@@ -66,7 +42,7 @@ _IMAGE = TowerNames(
     class_token="visual.class_embedding",
     embedding_norm="visual.ln_pre.",
 )
-_TEXT = TowerNames(
+_TEXT = _rules.TowerNames(
     blocks="transformer.resblocks.",
     block=_BLOCK,
     positions="positional_embedding",
@@ -96,7 +72,7 @@ _ASSUMED = (
 
 def openclip_spec(
     file, config: dict, overrides: dict, tower: str | None = None
-) -> ConversionSpec | None:
+) -> _spec.ConversionSpec | None:
     makers = {}
     if any(name.startswith(_TRUNK) for name in file):
         makers["image"] = _timm_image_spec
@@ -104,7 +80,7 @@ def openclip_spec(
         makers["image"] = _image_spec
     if _text_root(file) is not None:
         makers["text"] = _text_spec
-    return towers_spec(file, config, overrides, tower, makers)
+    return _spec.towers_spec(file, config, overrides, tower, makers)
 
 
 def _check_config(name, config, unsupported, file):
@@ -115,7 +91,7 @@ def _check_config(name, config, unsupported, file):
 
 
 def _preprocessing(cfg):
-    arguments, notes = interpolation(cfg.get("interpolation") or "bicubic")
+    arguments, notes = _spec.interpolation(cfg.get("interpolation") or "bicubic")
     mode = cfg.get("resize_mode") or "shortest"
     if mode == "longest":
         notes += ("preprocessor: the middle of the image, which the source pads",)
@@ -132,7 +108,7 @@ def _image_spec(file, config, overrides):
     num_heads = None
     if "width" in vision:
         num_heads = vision["width"] // vision.get("head_width", 64)
-    arguments = image_tower_arguments(
+    arguments = _spec.image_tower_arguments(
         file,
         _IMAGE,
         overrides,
@@ -142,40 +118,36 @@ def _image_spec(file, config, overrides):
         layer_scale=vision.get("ls_init_value"),
     )
     sizes = {"width": arguments["hidden_dim"], "layers": arguments["num_layers"]}
-    agree(file, vision, CONFIG_NAME, **sizes)
+    _spec.agree(file, vision, CONFIG_NAME, **sizes)
     arguments["embedding_norm"] = True
     cfg = config.get("preprocess_cfg", {})
-    images = normalization(
+    images = _spec.normalization(
         arguments["image_shape"][2],
         {
             **config.get("preprocessor", {}),
             "image_mean": cfg.get("mean"),
             "image_std": cfg.get("std"),
         },
-        CLIP_IMAGES,
+        _spec.CLIP_IMAGES,
     )
     bias = f"{_VISUAL}conv1.bias"
-    rules = image_tower_rules(_IMAGE, arguments, images, bias if bias in file else None)
+    rules = _rules.image_tower_rules(
+        _IMAGE, arguments, images, bias if bias in file else None
+    )
     task = None
     if f"{_VISUAL}proj" in file:
         # (D, embedding), as in this library.
-        size = required(file, f"{_VISUAL}proj", 2)[1]
-        agree(file, model, CONFIG_NAME, embed_dim=size)
-        rules["predictions/kernel"] = Direct(f"{_VISUAL}proj")
-        rules["predictions/bias"] = Filled()
+        size = _spec.required(file, f"{_VISUAL}proj", 2)[1]
+        _spec.agree(file, model, CONFIG_NAME, embed_dim=size)
+        rules["predictions/kernel"] = _rules.Direct(f"{_VISUAL}proj")
+        rules["predictions/bias"] = _rules.Filled()
         task = {"num_classes": size, "pooling": "class_token"}
-    preprocessing, notes = _preprocessing(cfg)
-    return ConversionSpec(
-        _OPENCLIP,
-        "CLIP",
-        "ViTBackbone",
-        arguments,
-        rules,
-        task,
-        ignored(file, text=_TEXT_NAMES, logits=LOGIT_NAMES),
-        notes,
-        preprocessing,
+    spec = _spec.ConversionSpec(
+        _OPENCLIP, "CLIP", "ViTBackbone", arguments, rules, task
     )
+    spec.ignored = _spec.ignored(file, text=_TEXT_NAMES, logits=_spec.LOGIT_NAMES)
+    spec.preprocessing, spec.notes = _preprocessing(cfg)
+    return spec
 
 
 def _activation(model):
@@ -191,8 +163,8 @@ def _timm_image_spec(file, config, overrides):
     cfg = config.get("preprocess_cfg", {})
     timm: dict[str, object] = {
         "pretrained_cfg": {
-            "mean": cfg.get("mean", CLIP_IMAGES.mean),
-            "std": cfg.get("std", CLIP_IMAGES.std),
+            "mean": cfg.get("mean", _spec.CLIP_IMAGES.mean),
+            "std": cfg.get("std", _spec.CLIP_IMAGES.std),
         }
     }
     if vision.get("timm_model_name"):
@@ -210,16 +182,16 @@ def _timm_image_spec(file, config, overrides):
             f"{len(trunk)} tensors such as {_TRUNK + min(trunk)!r} in {file.path}"
         )
     spec.library, spec.architecture = _OPENCLIP, "CLIP"
-    spec.rules = renamed(spec.rules, _TRUNK.__add__)
+    spec.rules = _rules.renamed(spec.rules, _TRUNK.__add__)
     projection = f"{_HEAD}proj."
     if f"{projection}weight" in file:
         has_token = spec.arguments["class_token"]
         default = {"pooling": "class_token" if has_token else "average"}
-        size = required(file, f"{projection}weight", 2)[0]
+        size = _spec.required(file, f"{projection}weight", 2)[0]
         spec.task_arguments = {**(spec.task_arguments or default), "num_classes": size}
         has_bias = f"{projection}bias" in file
-        spec.rules.update(linear("predictions", projection, has_bias))
-    spec.ignored = ignored(file, text=("text.",), logits=LOGIT_NAMES)
+        spec.rules.update(_rules.linear("predictions", projection, has_bias))
+    spec.ignored = _spec.ignored(file, text=("text.",), logits=_spec.LOGIT_NAMES)
     spec.preprocessing, notes = _preprocessing(cfg)
     spec.notes += notes
     return spec
@@ -248,7 +220,7 @@ def _text_spec(file, config, overrides):
         activation, settings["act_kwargs"] = "gelu_pytorch_tanh", None
     _check_config("text_cfg", settings, _TEXT_UNSUPPORTED, file)
     names = _TEXT.under(root)
-    arguments = text_tower_arguments(
+    arguments = _spec.text_tower_arguments(
         file,
         names,
         overrides,
@@ -257,7 +229,7 @@ def _text_spec(file, config, overrides):
         epsilon=_epsilon(text, file),
         layer_scale=text.get("ls_init_value"),
     )
-    agree(
+    _spec.agree(
         file,
         text,
         CONFIG_NAME,
@@ -272,7 +244,7 @@ def _text_spec(file, config, overrides):
     projection, projection_rules = _projection(file, root)
     if projection:
         size = projection["projection_dim"]
-        agree(file, model, CONFIG_NAME, embed_dim=size)
+        _spec.agree(file, model, CONFIG_NAME, embed_dim=size)
     arguments.update(
         causal=causal,
         pooling="end_of_text" if pool in ("argmax", "eos") else pool,
@@ -282,18 +254,13 @@ def _text_spec(file, config, overrides):
         mask_padding=causal and pool != "last",
         **projection,
     )
-    left = ignored(file, image=(_VISUAL,), logits=LOGIT_NAMES)
+    left = _spec.ignored(file, image=(_VISUAL,), logits=_spec.LOGIT_NAMES)
     left.update(dict.fromkeys(_OPENAI_NUMBERS, "a number that the shapes imply"))
     left[f"{root}attn_mask"] = "the mask of causal attention"
-    return ConversionSpec(
-        _OPENCLIP,
-        "CLIP",
-        "TextBackbone",
-        arguments,
-        {**text_tower_rules(names, arguments), **projection_rules},
-        ignored=left,
-        notes=() if model else (_ASSUMED,),
-    )
+    rules = {**_rules.text_tower_rules(names, arguments), **projection_rules}
+    spec = _spec.ConversionSpec(_OPENCLIP, "CLIP", "TextBackbone", arguments, rules)
+    spec.ignored, spec.notes = left, () if model else (_ASSUMED,)
+    return spec
 
 
 def _epsilon(text, file):
@@ -308,22 +275,22 @@ def _projection(file, root):
     name = f"{root}text_projection"
     if name in file:
         # (D, embedding), as in this library.
-        size = required(file, name, 2)[1]
-        return {"projection_dim": size}, {"projection/kernel": Direct(name)}
+        size = _spec.required(file, name, 2)[1]
+        return {"projection_dim": size}, {"projection/kernel": _rules.Direct(name)}
     if f"{name}.weight" not in file:
         return {}, {}
     has_bias = f"{name}.bias" in file
-    rules = linear("projection", f"{name}.")
+    rules = _rules.linear("projection", f"{name}.")
     if not has_bias:
         del rules["projection/bias"]
-    size = required(file, f"{name}.weight", 2)[0]
+    size = _spec.required(file, f"{name}.weight", 2)[0]
     return {"projection_dim": size, "projection_bias": has_bias}, rules
 
 
 # Export
 
 
-def openclip_files(model: Any) -> tuple[dict, dict[str, Any]]:
+def openclip_files(model: Any) -> tuple[dict, dict]:
     if len(model.towers) < 2:
         raise ValueError(
             "Expected a CLIPBackbone, since OpenCLIP loads pairs of towers only; "
@@ -369,9 +336,6 @@ def _exported_image(tower):
     config = tower.config
     tower.check(
         kind,
-        position_embedding="learned",
-        query_key_norm=False,
-        final_norm=True,
         embedding_norm=True,
         class_token=True,
         image_pooling="class_token",
@@ -391,18 +355,18 @@ def _exported_image(tower):
         **_block_config(tower),
     }
     values, image_range = tower.without_patch_bias()
-    rules = image_tower_rules(_IMAGE, config)
+    rules = _rules.image_tower_rules(_IMAGE, config)
     del rules["patch_embedding/bias"]
-    rules["predictions/kernel"] = Direct(f"{_VISUAL}proj")
+    rules["predictions/kernel"] = _rules.Direct(f"{_VISUAL}proj")
     if "predictions/bias" in values:
-        rules["predictions/bias"] = Filled()
-    return tensors_of(rules, values, kind), content, image_range
+        rules["predictions/bias"] = _rules.Filled()
+    return _rules.tensors_of(rules, values, kind), content, image_range
 
 
 def _exported_text(tower):
     kind = "the text tower of OpenCLIP"
     config = tower.config
-    tower.check(kind, final_norm=True)
+    tower.check(kind)
     pooling, end = config["pooling"], config["end_of_text_id"]
     masks = config["mask_padding"] and (pooling == "last" or not config["causal"])
     if pooling not in ("end_of_text", "first", "last") or masks:
@@ -426,15 +390,15 @@ def _exported_text(tower):
         content.update(pool_type="eos", eos_id=end)
     if config["layer_norm_epsilon"] != _EPSILON:
         content["norm_kwargs"] = {"eps": config["layer_norm_epsilon"]}
-    rules = text_tower_rules(_TEXT, config)
+    rules = _rules.text_tower_rules(_TEXT, config)
     if config["projection_bias"]:
         content["proj_bias"] = True
-        rules.update(linear("projection", "text_projection."))
+        rules.update(_rules.linear("projection", "text_projection."))
     elif config["projection_dim"] is not None:
-        rules["projection/kernel"] = Direct("text_projection")
+        rules["projection/kernel"] = _rules.Direct("text_projection")
     else:
         content["proj_type"] = "none"
-    return tensors_of(rules, tower.values, kind), content
+    return _rules.tensors_of(rules, tower.values, kind), content
 
 
 def _block_config(tower):

@@ -377,9 +377,7 @@ class BlockNames(NamedTuple):
     gate: str = ""  # the hidden layer's if one matrix has both
 
 
-def block_rules(
-    path: str, block: str, names: BlockNames, arguments: dict, query_bias: bool = True
-) -> dict:
+def block_rules(path: str, block: str, names: BlockNames, arguments: dict) -> dict:
     hidden, output = (f"{block}{name}" for name in names.mlp)
     rules = {
         **norm(f"{path}/mixer_norm", f"{block}{names.norms[0]}"),
@@ -389,7 +387,6 @@ def block_rules(
             f"{path}/attention",
             [f"{block}{name}" for name in names.queries],
             f"{block}{names.output}",
-            query_bias,
         ),
     }
     if not arguments.get("key_bias", True):
@@ -397,10 +394,10 @@ def block_rules(
     is_gated = arguments.get("gated_mlp", False)
     is_fused = is_gated and names.gate == names.mlp[0]
     # The gate comes first in a matrix of both.
-    of_hidden: dict[str, Any] = {"part": 1, "parts": 2} if is_fused else {}
+    of_hidden: dict = {"part": 1, "parts": 2} if is_fused else {}
     rules.update(linear(f"{path}/mlp/hidden", hidden, **of_hidden))
     if is_gated:
-        of_gate: dict[str, Any] = {**of_hidden, "part": 0} if is_fused else {}
+        of_gate: dict = {**of_hidden, "part": 0} if is_fused else {}
         rules.update(linear(f"{path}/mlp/gate", f"{block}{names.gate}", **of_gate))
     if arguments.get("query_key_norm"):
         for projection, name in zip(("query", "key"), names.query_key_norms):
@@ -470,15 +467,15 @@ def text_tower_rules(names: TowerNames, arguments: dict) -> dict:
     }
 
 
-def attention_rules(
-    path: str, queries: list[str], output: str, query_bias: bool = True
-) -> dict:
+def attention_rules(path: str, queries: list[str], output: str) -> dict:
     """Rules of attention, with queries, keys and values in one matrix or three."""
     rules = linear(f"{path}/attention_output", output, inputs=2)
     for part, projection in enumerate(("query", "key", "value")):
-        fused = {"part": part, "parts": 3} if len(queries) == 1 else {}
+        fused: dict = {}
+        if len(queries) == 1:
+            fused = {"part": part, "parts": 3}
         name = queries[0] if fused else queries[part]
-        rules.update(linear(f"{path}/{projection}", name, query_bias, **fused))
+        rules.update(linear(f"{path}/{projection}", name, **fused))
     return rules
 
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from keras_moe._checks import unfit
 from keras_moe.losses.contrastive import TEMPERATURES
 from keras_moe.models.conversion._rules import (
-    BlockNames,
     Filled,
     Normalization,
     Reshaped,
@@ -17,6 +16,7 @@ from keras_moe.models.conversion._rules import (
 from keras_moe.models.preprocessing.images import ImagePreprocessor
 from keras_moe.models.preprocessing.tokenizer import TextTokenizer
 
+CONFIG_NAME, PREPROCESSOR_NAME = "config.json", "preprocessor_config.json"
 # Prefixes of classifier weights: those replaced by a new head, and those that a
 # backbone does not have.
 HEAD = ("predictions/", "pre_logits/", "teacher_")
@@ -168,14 +168,6 @@ def square_grid(num_positions: int, class_token: bool, where: str) -> int:
     return grid
 
 
-def layer_scale_argument(
-    file, names: BlockNames, block: str, value: float | None
-) -> dict:
-    if not names.scales[0] or f"{block}{names.scales[0]}" not in file:
-        return {}
-    return {"layer_scale_initial_value": float(value or _LAYER_SCALE)}
-
-
 def check_patch_size(overrides: dict, size: int) -> None:
     """Raises ValueError for another size of patches, which a matrix cannot have."""
     if (other := overrides.get("patch_size", size)) != size:
@@ -211,17 +203,14 @@ def mixer_arguments(
 ACTIVATIONS = {
     "gelu": "gelu",
     "quick_gelu": "quick_gelu",
+    # In transformers, timm and GPT-2.
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "silu": "silu",
 }
 # What GPT-2 has among the arguments of a `DecoderBackbone`.
-GPT2 = {
-    "positions": "learned",
-    "norm": "layer",
-    "use_bias": True,
-    "gated_mlp": False,
-}
+GPT2 = {"positions": "learned", "norm": "layer", "use_bias": True, "gated_mlp": False}
 LOGIT_NAMES = ("logit_scale", "logit_bias")
 _REASONS = {
     "image": "of the image tower",
@@ -257,7 +246,7 @@ def image_tower_arguments(
     names: TowerNames,
     overrides: dict,
     axes: int = 2,
-    image_size: int | None = None,
+    image_size: int | tuple[int, int] | None = None,
     patch_size: int | None = None,
     **settings: Any,
 ) -> dict:
@@ -273,8 +262,8 @@ def image_tower_arguments(
             expected = f"a patch_size whose square divides {pixels} pixels"
             raise unfit(expected, patch_size=patch_size)
     class_token, own = names.class_token in file, {}
-    size = (image_size, image_size)
-    if image_size is None:
+    size = (image_size, image_size) if isinstance(image_size, int) else image_size
+    if size is None:
         rows = required(file, names.positions, axes)[-2]
         grid = square_grid(rows, class_token, f"{names.positions!r} in {file.path}")
         size = (grid * height, grid * width)
@@ -323,6 +312,8 @@ def _block_arguments(
     keys = names.block.queries[1:2]
     if keys and f"{block}{keys[0]}bias" not in file:
         own["key_bias"] = False
+    if names.block.scales[0] and f"{block}{names.block.scales[0]}" in file:
+        own["layer_scale_initial_value"] = float(layer_scale or _LAYER_SCALE)
     num_heads = num_heads or overrides.get("num_heads")
     return {
         "num_layers": numbered(file, names.blocks),
@@ -331,7 +322,6 @@ def _block_arguments(
         "num_heads": num_heads or usual_heads(hidden_dim, file.path),
         "activation": activation_of(activation, file, overrides),
         "layer_norm_epsilon": epsilon,
-        **layer_scale_argument(file, names.block, f"{names.blocks}0.", layer_scale),
     }
 
 
@@ -430,3 +420,92 @@ def _projections(rules, text_arguments, size):
         if has_bias:
             rules[path] = rule
     return {"projection_dim": size, "projection_bias": has_bias}
+
+
+# Configs of transformers, read and written
+
+
+def check_sizes(file: Any, config: dict, arguments: dict) -> None:
+    """Raises ValueError if the config is that of another model."""
+    sizes = {
+        "hidden_size": arguments["hidden_dim"],
+        "num_hidden_layers": arguments["num_layers"],
+    }
+    agree(file, config, CONFIG_NAME, **sizes)
+
+
+def preprocessor_settings(
+    preprocessor: dict, crops: bool
+) -> tuple[dict, tuple[str, ...]]:
+    """Returns arguments of `ImagePreprocessor`, and notes; `crops` is a default."""
+    arguments, notes = interpolation(preprocessor.get("resample", 3))
+    size = preprocessor.get("size")
+    squashes = not crops
+    if size:
+        squashes = isinstance(size, dict) and "height" in size
+    size, crop = edge(size), edge(preprocessor.get("crop_size"))
+    share = None if squashes else 1.0
+    if share and size and crop and preprocessor.get("do_center_crop", crops):
+        share = min(crop / size, 1.0)
+    return {**arguments, "center_crop": share}, notes
+
+
+def edge(size: Any) -> int | None:
+    """Returns the shorter edge from any of transformers' size formats."""
+    if isinstance(size, dict):
+        size = size.get("shortest_edge") or size.get("height")
+    return size if isinstance(size, int) else None
+
+
+def tower_config(tower: Any) -> dict:
+    config = tower.config
+    return {
+        "hidden_size": config["hidden_dim"],
+        "num_hidden_layers": config["num_layers"],
+        "num_attention_heads": config["num_heads"],
+        "hidden_act": tower.activation,
+        "layer_norm_eps": config["layer_norm_epsilon"],
+    }
+
+
+def image_config(tower: Any, kind: str) -> dict:
+    """Returns the entries of an image tower's config that CLIP and DINOv2 share."""
+    return {
+        **tower_config(tower),
+        "image_size": tower.square("image_shape", kind),
+        "patch_size": tower.square("patch_size", kind),
+        "num_channels": tower.config["image_shape"][2],
+    }
+
+
+def preprocessor_config(
+    preprocessor: Any,
+    side: int | None,
+    image_range: Normalization,
+    name: str,
+    crop: float | None,
+) -> dict:
+    """Returns a `preprocessor_config.json`; `crop` is a default."""
+    crop = getattr(preprocessor, "center_crop", crop)
+    kind = getattr(preprocessor, "interpolation", "bicubic")
+    content = {
+        "image_processor_type": f"{name}ImageProcessor",
+        "do_resize": True,
+        "resample": {"bilinear": 2, "bicubic": 3}[kind],
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(image_range.mean),
+        "image_std": list(image_range.std),
+    }
+    if side is None:
+        return content
+    if crop is None:
+        size = {"height": side, "width": side}
+        return {**content, "do_center_crop": False, "size": size}
+    return {
+        **content,
+        "size": {"shortest_edge": round(side / crop)},
+        "do_center_crop": True,
+        "crop_size": {"height": side, "width": side},
+    }

@@ -6,39 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from keras_moe._checks import check_one_of, unfit
-from keras_moe.models.conversion._rules import (
-    BlockNames,
-    Direct,
-    Filled,
-    Normalization,
-    Positions,
-    TowerNames,
-    Vector,
-    block_rules,
-    image_tower_rules,
-    linear,
-    norm,
-    patches,
-    tensors_of,
-    without_projection,
-)
-from keras_moe.models.conversion._spec import (
-    ConversionSpec,
-    Library,
-    agree,
-    image_tower_arguments,
-    interpolation,
-    layer_scale_argument,
-    mixer_arguments,
-    normalization,
-    numbered,
-    patch_arguments,
-    required,
-    square_grid,
-    usual_heads,
-)
+from keras_moe.models.conversion import _rules, _spec
 
-_TIMM = Library("timm", "as its model card says (mostly Apache-2.0)")
+_TIMM = _spec.Library("timm", "as its model card says (mostly Apache-2.0)")
 # Supported arguments.
 _ARGUMENTS = (
     "act_layer", "class_token", "depth", "dynamic_img_size", "embed_dim", "fc_norm",
@@ -49,34 +19,33 @@ _ARGUMENTS = (
     "num_reg_tokens", "rope_temperature", "swiglu_align_to", "swiglu_mlp",
     "use_fc_norm",
 )  # fmt: skip
-_BLOCK = BlockNames(
-    norms=("norm1.", "norm2."),
-    mlp=("mlp.fc1.", "mlp.fc2."),
-    queries=("attn.qkv.",),
-    output="attn.proj.",
-    scales=("ls1.gamma", "ls2.gamma"),
-    query_key_norms=("attn.q_norm.", "attn.k_norm."),
+_VIT = _rules.TowerNames(
+    blocks="blocks.",
+    block=_rules.BlockNames(
+        norms=("norm1.", "norm2."),
+        mlp=("mlp.fc1.", "mlp.fc2."),
+        queries=("attn.qkv.",),
+        output="attn.proj.",
+        scales=("ls1.gamma", "ls2.gamma"),
+        query_key_norms=("attn.q_norm.", "attn.k_norm."),
+    ),
+    positions="pos_embed",
+    final_norm="norm.",
+    patches="patch_embed.proj.",
+    class_token="cls_token",
+    embedding_norm="norm_pre.",
 )
-_VIT_PATCHES, _MIXER_PATCHES = "patch_embed.proj.", "stem.proj."
+_MIXER_PATCHES = "stem.proj."
 _FAMILIES = ("vit_", "deit_", "deit3_", "flexivit_", "mixer_", "test_vit")
 # Models whose weights look like a ViT's but which post-normalise or use rotary
 # positions.
 _OTHERS = re.compile(r"_(rpn|rope|xp|18x2)_|vit_pe_|dinov3|lingbot")
 # DINOv3's layout, which LingBot has as well.
 _DINOV3_NAMES = re.compile("dinov3|lingbot")
-_DINOV3 = TowerNames(
-    blocks="blocks.",
-    block=BlockNames(
-        norms=_BLOCK.norms,
-        mlp=_BLOCK.mlp,
-        queries=_BLOCK.queries,
-        output=_BLOCK.output,
-        scales=("gamma_1", "gamma_2"),
-    ),
+_DINOV3 = _VIT._replace(
+    block=_VIT.block._replace(scales=("gamma_1", "gamma_2"), query_key_norms=("", "")),
     positions="",
-    final_norm="norm.",
-    patches=_VIT_PATCHES,
-    class_token="cls_token",
+    embedding_norm="",
     registers="reg_token",
 )
 _DINOV3_GATED = {"mlp": ("mlp.fc1_x.", "mlp.fc2."), "gate": "mlp.fc1_g."}
@@ -105,9 +74,9 @@ _NO_NAME = re.compile(r"LABEL_\d+")
 
 def timm_spec(
     file, config: dict, overrides: dict, tower: str | None = None
-) -> ConversionSpec | None:
+) -> _spec.ConversionSpec | None:
     is_mixer = "blocks.0.mlp_tokens.fc1.weight" in file
-    if f"{_MIXER_PATCHES if is_mixer else _VIT_PATCHES}weight" not in file:
+    if f"{_MIXER_PATCHES if is_mixer else _VIT.patches}weight" not in file:
         return None
     if not is_mixer and "blocks.0.norm1.weight" not in file:
         return None
@@ -129,17 +98,17 @@ def timm_spec(
     return spec
 
 
-def image_normalization(config: dict, channels: int) -> Normalization | None:
+def image_normalization(config: dict, channels: int) -> _rules.Normalization | None:
     """Returns the image normalisation of a config; None for the default."""
     cfg = config.get("pretrained_cfg", {})
     images = {"image_mean": cfg.get("mean"), "image_std": cfg.get("std")}
     preprocessor = config.get("preprocessor", {})
-    return normalization(channels, {**preprocessor, **images})
+    return _spec.normalization(channels, {**preprocessor, **images})
 
 
 def _preprocessing(config):
     cfg = config.get("pretrained_cfg", {})
-    arguments, notes = interpolation(cfg.get("interpolation") or "bicubic")
+    arguments, notes = _spec.interpolation(cfg.get("interpolation") or "bicubic")
     squashes = cfg.get("crop_mode") == "squash"
     # Above 1 means padding: nothing is cropped.
     crop = min(float(cfg.get("crop_pct") or _CROP), 1.0)
@@ -183,7 +152,7 @@ def _check_sizes(file, config, hidden_dim, num_layers, depth):
     if "embed_dim" in settings:
         del sizes["num_features"]
     num_classes = file["head.weight"].shape[0] if "head.weight" in file else 0
-    agree(file, settings, "config.json", **sizes, num_classes=num_classes)
+    _spec.agree(file, settings, "config.json", **sizes, num_classes=num_classes)
 
 
 def _assumptions(config, arguments, heads_are_known=True):
@@ -203,50 +172,43 @@ def _assumptions(config, arguments, heads_are_known=True):
     return tuple(f"assumed: {note} (no config says otherwise)" for note in notes)
 
 
-def _torch_patches(file, name, images):
-    bias = f"{name}bias"
-    return patches(f"{name}weight", bias if bias in file else None, True, images)
-
-
 def _mlp(path, name):
     return {
-        **linear(f"{path}/hidden", f"{name}fc1."),
-        **linear(f"{path}/output", f"{name}fc2."),
+        **_rules.linear(f"{path}/hidden", f"{name}fc1."),
+        **_rules.linear(f"{path}/output", f"{name}fc2."),
     }
 
 
 def _head(file):
     if "head.weight" not in file:
         return {}, None
-    num_classes, _ = required(file, "head.weight", 2)
-    rules = linear("predictions", "head.", "head.bias" in file)
+    num_classes, _ = _spec.required(file, "head.weight", 2)
+    rules = _rules.linear("predictions", "head.", "head.bias" in file)
     return rules, {"num_classes": num_classes}
 
 
 def _vit_spec(file, config, overrides):
     settings = {**config, **config.get("model_args", {})}
     arguments = _vit_arguments(file, config, settings, overrides)
-    class_token = arguments["class_token"]
     images = image_normalization(config, arguments["image_shape"][2])
-    rules = _torch_patches(file, _VIT_PATCHES, images)
-    rules["position_embedding/embedding"] = Positions(
-        "pos_embed", without_class_token=_lacks_class_row(file, arguments)
+    bias = f"{_VIT.patches}bias"
+    bias = bias if bias in file else None
+    rules = _rules.image_tower_rules(_VIT, arguments, images, bias, axes=0)
+    rules["position_embedding/embedding"] = _rules.Positions(
+        _VIT.positions, without_class_token=_lacks_class_row(file, arguments)
     )
-    if class_token:
-        rules["class_token/token"] = Direct("cls_token")
-    if arguments["embedding_norm"]:
-        rules.update(norm("embedding_norm", "norm_pre."))
-    for i in range(arguments["num_layers"]):
-        block = f"blocks.{i}."
-        query_bias = f"{block}attn.qkv.bias" in file
-        rules.update(block_rules(f"block_{i}", block, _BLOCK, arguments, query_bias))
-    pooling = settings.get("global_pool", "token" if class_token else "avg")
+    if "blocks.0.attn.qkv.bias" not in file:
+        for i in range(arguments["num_layers"]):
+            for projection in ("query", "key", "value"):
+                rules[f"block_{i}/attention/{projection}/bias"] = _rules.Filled()
+    default = "token" if arguments["class_token"] else "avg"
+    pooling = settings.get("global_pool", default)
     heads = settings.get("num_heads") or overrides.get("num_heads")
     notes = _assumptions(settings, arguments, bool(heads))
-    return _spec(file, "ViT", arguments, rules, pooling, notes)
+    return _tower_spec(file, "ViT", arguments, rules, pooling, notes)
 
 
-def _spec(file, architecture, arguments, rules, pooling, notes):
+def _tower_spec(file, architecture, arguments, rules, pooling, notes):
     """The spec of a tower with its pooling and head."""
     task, pooling_rules = _pooling(file, pooling, arguments)
     head, head_arguments = _head(file)
@@ -254,18 +216,15 @@ def _spec(file, architecture, arguments, rules, pooling, notes):
         task.update(head_arguments)
     elif pooling == "map":
         task["num_classes"] = arguments["hidden_dim"]
-        head = without_projection()
+        head = _rules.without_projection()
     else:
         task = None
-    return ConversionSpec(
-        _TIMM,
-        architecture,
-        "ViTBackbone",
-        arguments,
-        {**rules, **pooling_rules, **head},
-        task,
-        notes=notes,
+    rules = {**rules, **pooling_rules, **head}
+    spec = _spec.ConversionSpec(
+        _TIMM, architecture, "ViTBackbone", arguments, rules, task
     )
+    spec.notes = notes
+    return spec
 
 
 def _dinov3_spec(file, config, overrides):
@@ -273,11 +232,11 @@ def _dinov3_spec(file, config, overrides):
     names, is_gated = _DINOV3, "blocks.0.mlp.fc1_g.weight" in file
     if is_gated:
         names = names._replace(block=names.block._replace(**_DINOV3_GATED))
-    dim = required(file, f"{_VIT_PATCHES}weight", 4)[0]
-    _check_sizes(file, config, dim, numbered(file, "blocks."), "depth")
+    dim = _spec.required(file, f"{_VIT.patches}weight", 4)[0]
+    _check_sizes(file, config, dim, _spec.numbered(file, "blocks."), "depth")
     size = config.get("pretrained_cfg", {}).get("input_size", (3, 256, 256))
     size = settings.get("img_size") or size[-1]
-    arguments = image_tower_arguments(
+    arguments = _spec.image_tower_arguments(
         file,
         names,
         overrides,
@@ -298,53 +257,52 @@ def _dinov3_spec(file, config, overrides):
     rules = _dinov3_rules(names, arguments, has_biases, images)
     pooling = settings.get("global_pool", "token")
     notes = _assumptions(settings, arguments)
-    return _spec(file, "DINOv3", arguments, rules, pooling, notes)
+    return _tower_spec(file, "DINOv3", arguments, rules, pooling, notes)
 
 
 def _dinov3_rules(names, arguments, has_biases, images=None):
     """Rules of a tower; without biases, those of queries and values are zeros."""
     bias = f"{names.patches}bias"
-    rules = image_tower_rules(names, arguments, images, bias, axes=0)
+    rules = _rules.image_tower_rules(names, arguments, images, bias, axes=0)
     for i in range(arguments["num_layers"]):
         for projection, name in _DINOV3_BIASES.items():
-            rule = Vector(f"{names.blocks}{i}.{name}") if has_biases else Filled()
+            rule = (
+                _rules.Vector(f"{names.blocks}{i}.{name}")
+                if has_biases
+                else _rules.Filled()
+            )
             rules[f"block_{i}/attention/{projection}/bias"] = rule
     return rules
 
 
 def _vit_arguments(file, config, settings, overrides):
-    hidden_dim, channels, height, width = required(file, f"{_VIT_PATCHES}weight", 4)
-    num_layers = numbered(file, "blocks.")
-    _check_sizes(file, config, hidden_dim, num_layers, "depth")
+    hidden_dim, _, height, width = _spec.required(file, f"{_VIT.patches}weight", 4)
+    _check_sizes(file, config, hidden_dim, _spec.numbered(file, _VIT.blocks), "depth")
     architecture = config.get("architecture", "")
-    class_token = "cls_token" in file
-    heads = settings.get("num_heads") or overrides.get("num_heads")
     by_name = (n for name, n in _HEADS.items() if architecture.startswith(name))
-    heads = heads or next(by_name, 0) or usual_heads(hidden_dim, file.path)
-    query_key_norm = "blocks.0.attn.q_norm.weight" in file
-    arguments = {
-        **patch_arguments((height, width, channels, hidden_dim)),
-        "num_layers": num_layers,
-        "num_heads": heads,
-        "mlp_dim": required(file, "blocks.0.mlp.fc1.weight", 2)[0],
-        "class_token": class_token,
-        "activation": _activation(architecture, settings, overrides),
-        # CLIP's towers keep PyTorch's default.
-        "layer_norm_epsilon": 1e-5 if "_clip_" in architecture else 1e-6,
-        "embedding_norm": "norm_pre.weight" in file,
-        "query_key_norm": query_key_norm,
-        "position_interpolation": "bicubic",
-        **layer_scale_argument(file, _BLOCK, "blocks.0.", settings.get("init_values")),
-    }
-    if query_key_norm:
-        arguments["query_key_norm_bias"] = True
-    rows = required(file, "pos_embed", 3)[1]
+    heads = settings.get("num_heads") or overrides.get("num_heads")
+    rows, class_token = (
+        _spec.required(file, _VIT.positions, 3)[1],
+        _VIT.class_token in file,
+    )
     grid = _grid(settings, rows, class_token, (height, width))
     if grid is None:
         has_row = class_token and round((rows - 1) ** 0.5) ** 2 == rows - 1
-        side = square_grid(rows, has_row, f"'pos_embed' in {file.path}")
+        side = _spec.square_grid(rows, has_row, f"{_VIT.positions!r} in {file.path}")
         grid = side, side
-    arguments["image_shape"] = (grid[0] * height, grid[1] * width, channels)
+    arguments = _spec.image_tower_arguments(
+        file,
+        _VIT,
+        overrides,
+        image_size=(grid[0] * height, grid[1] * width),
+        num_heads=heads or next(by_name, None),
+        activation=_activation(architecture, settings, overrides),
+        # CLIP's towers keep PyTorch's default.
+        epsilon=1e-5 if "_clip_" in architecture else 1e-6,
+        layer_scale=settings.get("init_values"),
+    )
+    if "blocks.0.attn.q_norm.weight" in file:
+        arguments.update(query_key_norm=True, query_key_norm_bias=True)
     return arguments
 
 
@@ -371,7 +329,7 @@ def _grid(settings, rows, class_token, patch_size):
 
 def _lacks_class_row(file, arguments):
     """Whether there is a class token but no position embedding for it."""
-    _, _, height, width = file[f"{_VIT_PATCHES}weight"].shape
+    _, _, height, width = file[f"{_VIT.patches}weight"].shape
     image_height, image_width, _ = arguments["image_shape"]
     num_patches = (image_height // height) * (image_width // width)
     return arguments["class_token"] and file["pos_embed"].shape[1] == num_patches
@@ -380,10 +338,10 @@ def _lacks_class_row(file, arguments):
 def _pooling(file, pooling, arguments):
     if pooling == "map":
         task: dict[str, object] = {"pooling": "map"}
-        if arguments["query_key_norm"]:
+        if arguments.get("query_key_norm"):
             # timm's pooling does not normalise queries and keys.
             task["pooling_query_key_norm"] = False
-        return task, {**norm("final_norm", "norm."), **_attention_pool()}
+        return task, {**_rules.norm("final_norm", "norm."), **_attention_pool()}
     names = {"token": "class_token", "avg": "average"}
     if arguments["class_token"]:
         names["avg"] = "patch_average"
@@ -391,64 +349,64 @@ def _pooling(file, pooling, arguments):
         expected = f"global_pool of {[*names, 'map']} in the config of {file.path}"
         raise unfit(expected, global_pool=pooling)
     if "fc_norm.weight" not in file:
-        return {"pooling": names[pooling]}, norm("final_norm", "norm.")
+        return {"pooling": names[pooling]}, _rules.norm("final_norm", "norm.")
     # The pooled vector is normalised instead of the tokens.
     arguments["final_norm"] = False
     task = {"pooling": names[pooling], "pooled_norm": True}
-    return task, norm("pooled_norm", "fc_norm.")
+    return task, _rules.norm("pooled_norm", "fc_norm.")
 
 
 def _attention_pool():
     pool = "attn_pool."
     rules = {
-        "pooler/probe": Direct(f"{pool}latent"),
-        **linear("pooler/attention/query", f"{pool}q."),
-        **linear("pooler/attention/attention_output", f"{pool}proj.", inputs=2),
-        **norm("pooler/norm", f"{pool}norm."),
+        "pooler/probe": _rules.Direct(f"{pool}latent"),
+        **_rules.linear("pooler/attention/query", f"{pool}q."),
+        **_rules.linear("pooler/attention/attention_output", f"{pool}proj.", inputs=2),
+        **_rules.norm("pooler/norm", f"{pool}norm."),
         **_mlp("pooler/mlp", f"{pool}mlp."),
     }
     for part, projection in enumerate(("key", "value")):
         path = f"pooler/attention/{projection}"
-        rules.update(linear(path, f"{pool}kv.", part=part, parts=2))
+        rules.update(_rules.linear(path, f"{pool}kv.", part=part, parts=2))
     return rules
 
 
 def _mixer_spec(file, config):
-    hidden_dim, channels, height, width = required(file, f"{_MIXER_PATCHES}weight", 4)
-    num_layers = numbered(file, "blocks.")
+    hidden_dim, channels, height, width = _spec.required(
+        file, f"{_MIXER_PATCHES}weight", 4
+    )
+    num_layers = _spec.numbered(file, "blocks.")
     _check_sizes(file, config, hidden_dim, num_layers, "num_blocks")
-    token_mlp, tokens = required(file, "blocks.0.mlp_tokens.fc1.weight", 2)
-    grid = square_grid(tokens, False, file.path)
-    images = image_normalization(config, channels)
+    token_mlp, tokens = _spec.required(file, "blocks.0.mlp_tokens.fc1.weight", 2)
+    grid = _spec.square_grid(tokens, False, file.path)
+    images, bias = image_normalization(config, channels), f"{_MIXER_PATCHES}bias"
+    bias = bias if bias in file else None
     rules = {
-        **_torch_patches(file, _MIXER_PATCHES, images),
-        **norm("final_norm", "norm."),
+        **_rules.patches(f"{_MIXER_PATCHES}weight", bias, torch=True, images=images),
+        **_rules.norm("final_norm", "norm."),
     }
     for i in range(num_layers):
         block, path = f"blocks.{i}.", f"block_{i}"
-        rules.update(norm(f"{path}/mixer_norm", f"{block}norm1."))
-        rules.update(norm(f"{path}/feed_forward_norm", f"{block}norm2."))
+        rules.update(_rules.norm(f"{path}/mixer_norm", f"{block}norm1."))
+        rules.update(_rules.norm(f"{path}/feed_forward_norm", f"{block}norm2."))
         rules.update(_mlp(f"{path}/token_mlp", f"{block}mlp_tokens."))
         rules.update(_mlp(f"{path}/mlp", f"{block}mlp_channels."))
     head, task = _head(file)
-    mlp_dim, _ = required(file, "blocks.0.mlp_channels.fc1.weight", 2)
+    mlp_dim, _ = _spec.required(file, "blocks.0.mlp_channels.fc1.weight", 2)
     kernel_shape, mlp_dims = (height, width, channels, hidden_dim), (token_mlp, mlp_dim)
-    arguments = mixer_arguments(kernel_shape, grid, num_layers, mlp_dims, "gelu")
-    return ConversionSpec(
-        _TIMM,
-        "MLP-Mixer",
-        "MixerBackbone",
-        arguments,
-        {**rules, **head},
-        task,
-        notes=_assumptions(config, arguments),
+    arguments = _spec.mixer_arguments(kernel_shape, grid, num_layers, mlp_dims, "gelu")
+    rules.update(head)
+    spec = _spec.ConversionSpec(
+        _TIMM, "MLP-Mixer", "MixerBackbone", arguments, rules, task
     )
+    spec.notes = _assumptions(config, arguments)
+    return spec
 
 
 # Export
 
 
-def timm_files(model: Any) -> tuple[dict, dict[str, Any]]:
+def timm_files(model: Any) -> tuple[dict, dict]:
     tower, kind = model.towers.get("image"), "timm's DINOv3"
     if tower is None or "text" in model.towers:
         raise unfit(f"a ViTBackbone for {kind}", towers=sorted(model.towers))
@@ -462,10 +420,6 @@ def timm_files(model: Any) -> tuple[dict, dict[str, Any]]:
         register_tokens=config["register_tokens"] or 1,
         key_bias=False,
         use_bias=True,
-        norm="layer",
-        query_key_norm=False,
-        final_norm=True,
-        embedding_norm=False,
         class_token=True,
     )
     if tower.pooling not in poolings:
@@ -476,9 +430,9 @@ def timm_files(model: Any) -> tuple[dict, dict[str, Any]]:
     ends = tuple(f"/attention/{name}/bias" for name in _DINOV3_BIASES)
     has_biases = any(x.any() for path, x in tower.values.items() if path.endswith(ends))
     rules = _dinov3_rules(names, config, has_biases)
-    rules.update(norm("final_norm", names.final_norm))
+    rules.update(_rules.norm("final_norm", names.final_norm))
     if tower.projection_dim is not None:
-        rules.update(linear("predictions", "head."))
+        rules.update(_rules.linear("predictions", "head."))
     dim, width = config["hidden_dim"], config["mlp_dim"]
     ratio = width / dim
     if int(dim * ratio) != width:
@@ -518,4 +472,4 @@ def timm_files(model: Any) -> tuple[dict, dict[str, Any]]:
             "classifier": "head",
         },
     }
-    return tensors_of(rules, tower.values, kind), {"config.json": content}
+    return _rules.tensors_of(rules, tower.values, kind), {"config.json": content}

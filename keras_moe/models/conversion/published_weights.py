@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe._checks import check_pair
+from keras_moe._checks import check_pair, unfit
 from keras_moe._files import write_json
 from keras_moe._types import OnProgress
 from keras_moe.layers import fold_channels, resize_positions
@@ -172,9 +172,7 @@ class PublishedWeights:
         return self.load_weights and not self.new_weights
 
     def load(
-        self,
-        model: keras.Model,
-        progress: OnProgress | None = None,
+        self, model: keras.Model, progress: OnProgress | None = None
     ) -> ConversionReport:
         """Fills a model; `progress(done, total, name)` is called before each weight."""
         file, spec = self.file, self.spec
@@ -297,10 +295,8 @@ def _check_tensor(file, name, expected, weight):
             f"{weight.path!r} in {file.path}; received: shape={shape}"
         )
     if info.dtype not in FLOATS.values() and not name.endswith("position_ids"):
-        raise ValueError(
-            f"Expected floats as {name!r} for {weight.path!r} in {info.file}; "
-            f"received: dtype={info.dtype}"
-        )
+        expected = f"floats as {name!r} for {weight.path!r} in {info.file}"
+        raise unfit(expected, f"dtype={info.dtype}")
 
 
 def _how(rule):

@@ -7,37 +7,22 @@ from typing import Any
 import keras
 import keras_hub
 
-from keras_moe._checks import check_path
+from keras_moe._checks import check_path, unfit
 from keras_moe._files import path_within
 from keras_moe.models._remote import check_file_exists, get_file, local, named_errors
 from keras_moe.models.conversion import (
+    _dino,
     _gpt2,
+    _keras_hub,
     _moepp,
     _openclip,
+    _readers,
     _siglino,
     _transformers,
 )
 from keras_moe.models.conversion._google import google_spec
-from keras_moe.models.conversion._keras_hub import (
-    CLASSES,
-    LANGUAGE_TASKS,
-    WITH_PRESETS,
-    keras_hub_spec,
-)
-from keras_moe.models.conversion._readers import (
-    NpzCheckpoint,
-    PublishedTensors,
-    SafetensorsCheckpoint,
-    read_index,
-    read_object,
-)
 from keras_moe.models.conversion._spec import ConversionSpec
 from keras_moe.models.conversion._timm import timm_spec
-from keras_moe.models.conversion._vmoe_checkpoint import (
-    VMoECheckpoint,
-    read_vmoe_index,
-    shard_path,
-)
 from keras_moe.models.preprocessing._byte_pairs import TOKENIZER_FILES
 from keras_moe.models.preprocessing.tokenizer import GPT2_FILES, TextTokenizer
 from keras_moe.models.saving._preset_folder import check_files
@@ -49,11 +34,13 @@ _SOURCES = (
     _moepp.moepp_spec,
     _gpt2.gpt2_spec,
     _siglino.siglino_spec,
+    _dino.dino_spec,
     _transformers.transformers_spec,
     _openclip.openclip_spec,
 )
 _MODEL_TYPES = (
     *_transformers.MODEL_TYPES,
+    *_dino.MODEL_TYPES,
     *_moepp.MODEL_TYPES,
     *_gpt2.MODEL_TYPES,
     *_siglino.MODEL_TYPES,
@@ -75,11 +62,9 @@ def is_convertible(source: Any) -> bool:
 
 def check_convertible(source: Any) -> None:
     """Raises ValueError unless `convert` can read the source."""
-    if isinstance(source, keras.Model) and not isinstance(source, CLASSES):
-        names = sorted(cls.__name__ for cls in CLASSES)
-        raise ValueError(
-            f"Expected a KerasHub model of {names}; received: {type(source).__name__}"
-        )
+    if isinstance(source, keras.Model) and not isinstance(source, _keras_hub.CLASSES):
+        names = sorted(cls.__name__ for cls in _keras_hub.CLASSES)
+        raise unfit(f"a KerasHub model of {names}", type(source).__name__)
     check_path("source", source)
     if not is_convertible(source):
         raise ValueError(
@@ -91,23 +76,26 @@ def check_convertible(source: Any) -> None:
 
 def open_source(
     source: Any, overrides: dict, load_weights: bool = True, tower: str | None = None
-) -> tuple[PublishedTensors, ConversionSpec]:
+) -> tuple[_readers.PublishedTensors, ConversionSpec]:
     """Opens a source of `convert`; returns its tensors, to be closed, and its spec."""
     kind, text = _located(source)
     if kind == "hub":
-        return keras_hub_spec(hub_model(source, load_weights), tower)
+        return _keras_hub.keras_hub_spec(hub_model(source, load_weights), tower)
     config = {}
     if kind == "npz":
-        file = NpzCheckpoint(local(text))
+        file = _readers.NpzCheckpoint(local(text))
     elif kind == "vmoe":
-        file = VMoECheckpoint(_local_vmoe(text.removesuffix(".index")))
+        file = _readers.VMoECheckpoint(_local_vmoe(text.removesuffix(".index")))
     elif kind == "safetensors":
         if "://" not in text:
             config = _configs(str(Path(text).parent))
         path = local(text)
         file = _safetensors(path, str(Path(path).parent))
     else:
-        file, config = open_folder(text)
+        config, name = _configs(text), _weights_file(text)
+        if name is None:
+            raise _pickle(f"{text}, which has no .safetensors")
+        file = _safetensors(get_file(text, name), text)
     # A tokenizer is beside a local file.
     folder = text if kind == "folder" else str(Path(file.path).parent)
     try:
@@ -169,7 +157,7 @@ def _pair_tokenizer(folder, spec, config):
 
 def _located(source):
     """`"npz"`, `"vmoe"`, `"safetensors"`, `"folder"`, `"hub"` or None, and where."""
-    if isinstance(source, CLASSES):
+    if isinstance(source, _keras_hub.CLASSES):
         return "hub", source
     if not isinstance(source, (str, os.PathLike)):
         return None, source
@@ -197,7 +185,7 @@ def _located(source):
 
 
 def _is_hub_preset(name):
-    return any(name in cls.presets for cls in WITH_PRESETS)
+    return any(name in cls.presets for cls in _keras_hub.WITH_PRESETS)
 
 
 def _pickle(source):
@@ -218,7 +206,7 @@ def _folder_kind(folder):
         raise
     if "registered_name" in config:
         package, _, name = str(config["registered_name"]).rpartition(">")
-        names = [cls.__name__ for cls in CLASSES]
+        names = [cls.__name__ for cls in _keras_hub.CLASSES]
         return "hub" if package == "keras_hub" and name in names else None
     is_known = (
         {"vision_config", "architecture"} & config.keys()
@@ -246,7 +234,7 @@ def _json(folder, name):
     """Reads a JSON file, {} if missing; raises ValueError if damaged."""
     if not check_file_exists(folder, name):
         return {}
-    return read_object(get_file(folder, name))
+    return _readers.read_object(get_file(folder, name))
 
 
 def _only_checkpoint(folder):
@@ -274,23 +262,17 @@ def _configs(folder):
     return {**config, "preprocessor": preprocessor} if preprocessor else config
 
 
-def open_folder(folder: str) -> tuple[SafetensorsCheckpoint, dict]:
-    """Opens the `.safetensors` and config of a folder; never a pickle."""
-    config, name = _configs(folder), _weights_file(folder)
-    if name is None:
-        raise _pickle(f"{folder}, which has no .safetensors")
-    return _safetensors(get_file(folder, name), folder), config
-
-
 def _safetensors(path, folder):
     """Opens a file, or the files of the folder that an index lists."""
-    names = read_index(path) if path.endswith(_INDEX) else []
-    return SafetensorsCheckpoint(path, [get_file(folder, name) for name in names])
+    names = _readers.read_index(path) if path.endswith(_INDEX) else []
+    return _readers.SafetensorsCheckpoint(
+        path, [get_file(folder, name) for name in names]
+    )
 
 
 def hub_model(source: Any, load_weights: bool = True) -> keras.Model:
     """Returns KerasHub's model of a source: a classifier if the preset has one."""
-    if isinstance(source, CLASSES):
+    if isinstance(source, _keras_hub.CLASSES):
         return source
     source = os.fspath(source)
     if os.path.isdir(source):
@@ -301,7 +283,7 @@ def hub_model(source: Any, load_weights: bool = True) -> keras.Model:
         cls = keras_hub.models.ViTImageClassifier
     kind = str(_json(source, "config.json").get("registered_name", ""))
     if check_file_exists(source, "tokenizer.json"):
-        for each in LANGUAGE_TASKS:
+        for each in _keras_hub.LANGUAGE_TASKS:
             if kind.endswith(f">{each.backbone_cls.__name__}"):
                 cls = each
     with named_errors(source):
@@ -316,7 +298,7 @@ def _local_vmoe(prefix):
     if "://" not in prefix:
         return prefix
     index = local(f"{prefix}.index")
-    _, count = read_vmoe_index(index)
+    _, count = _readers.read_vmoe_index(index)
     for number in range(count):
-        local(shard_path(prefix, number, count))
+        local(_readers.shard_path(prefix, number, count))
     return index.removesuffix(".index")

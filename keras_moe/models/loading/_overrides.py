@@ -23,21 +23,10 @@ _OUTERMOST = ("name", "trainable")
 _OF_EVERY_MIXTURE = ("moe_layers", "num_experts", "expert_mlp_dim", "expert_activation")
 # Arguments with the same meaning in every router, kept when the router changes.
 _OF_EVERY_ROUTER = (
-    "num_selected_experts",
-    "capacity_factor",
-    "evaluation",
-    "eval_capacity_factor",
-    "eval_capacity",
-    "dropless",
-    "capacity_rounding",
-    "capacity_multiple_of",
-    "priority",
-    "noise_std",
-    "tau",
-    "num_modalities",
-    "expert_pools",
-    "ensemble_size",
-)
+    "num_selected_experts", "capacity_factor", "evaluation", "eval_capacity_factor",
+    "eval_capacity", "dropless", "capacity_rounding", "capacity_multiple_of",
+    "priority", "noise_std", "tau", "num_modalities", "expert_pools", "ensemble_size",
+)  # fmt: skip
 # Mutually exclusive arguments.
 _EXCLUSIVE = (
     ("dropless", "capacity", "capacity_factor", "num_slots"),

@@ -98,10 +98,8 @@ class _Architecture(ModelSource):
     def __init__(self, name, preset):
         backbone = registry.backbone_class(preset["backbone"])
         super().__init__(name, backbone, preset["config"])
-        self._task_config, self.class_names = (
-            preset["task_config"],
-            preset["class_names"],
-        )
+        self._task_config = preset["task_config"]
+        self.class_names = preset["class_names"]
         if preset["task"] is not None:
             self.task = registry.named_task_class(preset["task"])
         # The task of a trained preset is the same without its weights.

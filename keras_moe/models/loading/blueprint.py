@@ -14,20 +14,7 @@ from keras_moe._tables import numbers_table
 from keras_moe._types import KerasModel, OnProgress
 from keras_moe.models import registry
 from keras_moe.models.conversion import HEAD, POOLING, is_convertible
-from keras_moe.models.loading._overrides import (
-    apply_overrides,
-    check_config,
-    config_for_weights,
-    split_overrides,
-    tower_families,
-)
-from keras_moe.models.loading._sources import (
-    BACKBONE,
-    TOWERS,
-    Weights,
-    open_model_source,
-    tower_of,
-)
+from keras_moe.models.loading import _overrides, _sources
 from keras_moe.models.saving._lora import FROZEN, TRAINABLE, TRAINING
 from keras_moe.models.saving._preset_folder import HUB_MODELS
 from keras_moe.ops._initializers import skip_init
@@ -145,20 +132,15 @@ class Description(NamedTuple):
 
     def to_dict(self) -> dict:
         """Returns a JSON-serialisable dict."""
-        return {
-            "name": self.name,
-            "num_tokens": self.num_tokens,
-            "hidden_dim": self.hidden_dim,
-            "parameters": self.parameters,
-            "active_parameters": self.active_parameters,
-            "gflops": self.gflops,
-            "routed_share": self.routed_share,
-            "selected_experts": self.selected_experts,
-            "tokens_per_expert": self.tokens_per_expert,
-            "parameter_ratio": self.parameter_ratio,
-            "findings": [text for _, text in self.findings()],
-            "parts": [part._asdict() for part in self.parts],
-        }
+        names = (
+            "name", "num_tokens", "hidden_dim", "parameters", "active_parameters",
+            "gflops", "routed_share", "selected_experts", "tokens_per_expert",
+            "parameter_ratio",
+        )  # fmt: skip
+        findings = [text for _, text in self.findings()]
+        parts = [part._asdict() for part in self.parts]
+        values = {name: getattr(self, name) for name in names}
+        return {**values, "findings": findings, "parts": parts}
 
     def routing_text(self, batch_size: int | None = None) -> str:
         """What experts do in a sentence or two; empty if nothing is routed.
@@ -230,19 +212,17 @@ class Description(NamedTuple):
         title = f"{self.name}: {self.num_tokens} tokens per {self.example}"
         flops = sum(part.flops for part in self.parts)
         total = Part("total", "", self.parameters, self.active_parameters, flops)
-        rows, last = (
-            [
-                (
-                    part.name,
-                    part.kind,
-                    f"{part.parameters:,}",
-                    f"{part.active_parameters:,}",
-                    f"{part.flops / 1e9:.3f}",
-                )
-                for part in parts
-            ]
-            for parts in (self.parts, [total])
+        *rows, last_row = (
+            (
+                part.name,
+                part.kind,
+                f"{part.parameters:,}",
+                f"{part.active_parameters:,}",
+                f"{part.flops / 1e9:.3f}",
+            )
+            for part in (*self.parts, total)
         )
+        last = [last_row]
         if self.ensemble_size > 1:
             separate = self.separate_gflops
             saved = f"{1 - self.gflops / separate:.0%} less here"
@@ -324,7 +304,7 @@ class Blueprint:
     config: dict[str, Any]
     task: Any = None
     task_config: dict[str, Any] = field(default_factory=dict)
-    weights: Weights | None = None
+    weights: _sources.Weights | None = None
     name: str = ""
 
     @classmethod
@@ -360,7 +340,7 @@ class Blueprint:
 
     def unbuilt_towers(self) -> list[UnbuiltTower]:
         """Creates the towers of the backbone, unbuilt."""
-        families = tower_families(self.backbone)
+        families = _overrides.tower_families(self.backbone)
         with _explained(self.weights):
             config = self.backbone.make_config(self.config)
             towers = {"": (self.backbone, config)}
@@ -368,10 +348,8 @@ class Blueprint:
                 towers = {f"{k}/": (x, getattr(config, k)) for k, x in families.items()}
             unbuilt = []
             for prefix, (cls, config) in towers.items():
-                tower, lengths = (
-                    cls.tower(config, "float32"),
-                    cls.sequence_lengths(config),
-                )
+                tower = cls.tower(config, "float32")
+                lengths = cls.sequence_lengths(config)
                 sizes = lengths, config.hidden_dim, tower.members
                 unbuilt.append(UnbuiltTower(prefix, list(tower.blocks), *sizes))
             return unbuilt
@@ -470,18 +448,20 @@ def resolve(
         overrides.pop("num_classes", None)
     check_bool("load_weights", load_weights)
     if task is not None:
-        check_one_of("task", task, (None, BACKBONE, *registry.task_names()))
-    if task == BACKBONE and "num_classes" in overrides:
+        check_one_of("task", task, (None, _sources.BACKBONE, *registry.task_names()))
+    if task == _sources.BACKBONE and "num_classes" in overrides:
         expected = "no num_classes for task='backbone'"
         raise unfit(expected, num_classes=overrides["num_classes"])
     if isinstance(source, keras.Model) and not is_convertible(source):
         if overrides:
             raise unfit("no further arguments with a model", overrides)
         return Blueprint.of_model(source)
-    check_one_of("tower", tower, (None, *TOWERS))
+    check_one_of("tower", tower, (None, *_sources.TOWERS))
     has_classes = "num_classes" in overrides
-    tower = tower or tower_of(task, cls, has_classes)
-    opened = open_model_source(source, overrides, load_weights, counts_only, tower)
+    tower = tower or _sources.tower_of(task, cls, has_classes)
+    opened = _sources.open_model_source(
+        source, overrides, load_weights, counts_only, tower
+    )
     weights, new_weights = opened.weights(), (*HEAD, *POOLING)
     try:
         backbone, task_cls = opened.classes(task, cls, has_classes)
@@ -489,15 +469,15 @@ def resolve(
             opened = opened.for_task(task_cls)
         # Descriptions may have a task's arguments without the task.
         owner = task_cls or (opened.task if counts_only else None)
-        of_backbone, of_task = split_overrides(backbone, owner, overrides)
+        of_backbone, of_task = _overrides.split_overrides(backbone, owner, overrides)
         # What is frozen is given, or the source's.
         replaced = {*TRAINING} if {TRAINABLE, FROZEN} & {*overrides} else set()
         with _explained(weights):
-            check_config(backbone, opened.config)
+            _overrides.check_config(backbone, opened.config)
             config = {k: v for k, v in opened.config.items() if k not in replaced}
-            config = apply_overrides(backbone, config, of_backbone)
+            config = _overrides.apply_overrides(backbone, config, of_backbone)
             if opened.must_fit:
-                config = config_for_weights(backbone, opened.config, config)
+                config = _overrides.config_for_weights(backbone, opened.config, config)
             task_config = {}
             if task_cls is not None:
                 task_config, new_weights = task_cls.config_from(opened, of_task, config)

@@ -23,9 +23,7 @@ from keras_moe._checks import (
 from keras_moe._files import IMAGE_FORMATS, open_regular
 from keras_moe.layers.position_embedding import (
     INTERPOLATIONS,
-    cubic_weights,
-    linear_weights,
-    widened_linear_weights,
+    axis_weights,
 )
 from keras_moe.models.preprocessing.patches import budget, pad_patches, patch_grid
 
@@ -201,10 +199,9 @@ class ImagePreprocessor:
 
     def _weights(self, old, new, start, count):
         """Returns resize weights for `count` rows; all rows could exhaust memory."""
-        weights = widened_linear_weights if self.antialias else linear_weights
-        if self.interpolation == "bicubic":
-            weights = cubic_weights
-        return weights(old, new, start, count)
+        kind = "antialiased" if self.antialias else "linear"
+        kind = "bicubic" if self.interpolation == "bicubic" else kind
+        return axis_weights(old, new, kind, start, count)
 
     def adapted(
         self,
@@ -272,10 +269,6 @@ def _per_channel(name, value, channels):
     return tuple(check_number(name, x) for x in values)
 
 
-def is_path(value: object) -> bool:
-    return isinstance(value, (str, os.PathLike))
-
-
 def _read(path):
     """The pixels of an image file, upright."""
     message = "Photos in files need Pillow: pip install pillow"
@@ -293,7 +286,7 @@ def _read(path):
 
 def _array(image):
     """Returns an image, a file's or a batch, as a numeric array."""
-    if is_path(image):
+    if isinstance(image, (str, os.PathLike)):
         return _read(image)
     mode = getattr(image, "mode", None)
     if isinstance(mode, str) and hasattr(image, "convert"):

@@ -1,8 +1,10 @@
 """Texts as token ids: tokenizers, and rows of ids. Axes: B batch, N tokens."""
 
 import contextlib
+import hashlib
 import os
 import re
+import tempfile
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,22 +14,14 @@ import keras
 import keras_hub
 import numpy as np
 import sentencepiece
-from tokenizers import normalizers
+from tokenizers import Tokenizer, normalizers
 
 from keras_moe._backends.tensorflow import call_on_strings, is_tensorflow
 from keras_moe._checks import argument_names, check_bool, check_integer, unfit
-from keras_moe._files import read_bytes, read_text, write_json
+from keras_moe._files import read_bytes, read_text, write_bytes, write_json
 from keras_moe._types import Tensor
 from keras_moe.models._remote import check_file_exists, get_file, load_json
-from keras_moe.models.preprocessing._byte_pairs import (
-    END,
-    END_OF_WORD,
-    START,
-    clip_byte_pairs,
-    read_byte_pairs,
-    trained_byte_pairs,
-)
-from keras_moe.models.preprocessing._json_tokenizer import JsonTokenizer
+from keras_moe.models.preprocessing import _byte_pairs
 from keras_moe.models.saving._preset_folder import (
     TOKENIZER,
     add_tokenizer_checksums,
@@ -40,6 +34,8 @@ GPT2_FILES = ("vocab.json", "merges.txt")
 GEMMA_FILES = ("tokenizer.json", "tokenizer.model")
 # Character by character, as transformers does it: Python's depends on the neighbours.
 _LOWER_CASE = normalizers.Lowercase()
+# The asset of a `JsonTokenizer`.
+_ASSET = "vocabulary.json"
 # A lone UTF-16 surrogate, which cannot be encoded.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # Ids are int32.
@@ -128,7 +124,9 @@ class TextTokenizer:
             max_length: number N of tokens.
         """
         with _explained(f"a vocabulary of byte pairs in {vocabulary}"):
-            return cls._of_byte_pairs(clip_byte_pairs(vocabulary), max_length)
+            return cls._of_byte_pairs(
+                _byte_pairs.clip_byte_pairs(vocabulary), max_length
+            )
 
     @classmethod
     def trained(
@@ -142,7 +140,7 @@ class TextTokenizer:
                 the end of a word, two special tokens and one pair) to 2**24.
             max_length: number N of tokens.
         """
-        pairs = trained_byte_pairs(_strings(captions), vocabulary_size)
+        pairs = _byte_pairs.trained_byte_pairs(_strings(captions), vocabulary_size)
         return cls._of_byte_pairs(pairs, max_length)
 
     @classmethod
@@ -205,7 +203,7 @@ class TextTokenizer:
             max_length: number N of tokens.
         """
         with _explained(f"GPT-2's byte pairs in {vocabulary} and {merges}"):
-            pairs = read_byte_pairs(vocabulary, merges)
+            pairs = _byte_pairs.read_byte_pairs(vocabulary, merges)
             tokenizer = keras_hub.tokenizers.GPT2Tokenizer(
                 vocabulary=pairs.vocabulary, merges=pairs.merges
             )
@@ -229,6 +227,17 @@ class TextTokenizer:
         """Number of token ids."""
         return self.tokenizer.vocabulary_size()
 
+    def sha256(self) -> str:
+        """Returns a digest of what documents' ids depend on, such as the vocabulary."""
+        kind = type(self.tokenizer).__name__
+        settings = (kind, self.lower_case, self.start_id, self.end_id)
+        digest = hashlib.sha256(repr(settings).encode())
+        with tempfile.TemporaryDirectory() as folder:
+            self.tokenizer.save_assets(folder)
+            for path in sorted(Path(folder).iterdir()):
+                digest.update(read_bytes(path))
+        return digest.hexdigest()
+
     def __call__(self, captions: object) -> dict[str, Any]:
         """Tokenizes captions."""
         if is_tensorflow(captions):
@@ -239,8 +248,10 @@ class TextTokenizer:
         token_ids = np.full((len(captions), self.max_length), self.padding_id, "int32")
         mask = np.zeros(token_ids.shape, bool)
         num_truncated = 0
+        start, end = self._special()
+        left = self.max_length - len(start) - len(end)
         for row, ids in enumerate(self._tokenized(captions)):
-            ids, is_truncated = self._framed(ids)
+            is_truncated, ids = len(ids) > left, [*start, *ids[:left], *end]
             if not ids:
                 expected = "captions of at least one token"
                 raise unfit(expected, f"captions[{row}]={captions[row]!r}")
@@ -260,13 +271,17 @@ class TextTokenizer:
     def documents(self, texts: object) -> list[list[int]]:
         """Returns the ids of whole texts with start and end tokens, for `pack`."""
         texts = _strings([texts] if isinstance(texts, str) else texts)
-        start, end = ([] if x is None else [x] for x in (self.start_id, self.end_id))
+        start, end = self._special()
         return [[*start, *ids, *end] for ids in self._tokenized(texts)]
 
     def prompts(self, texts: object) -> list[list[int]]:
         """Returns the ids of texts with start tokens, for `CausalLM.generate`."""
-        start = [] if self.start_id is None else [self.start_id]
+        start, _ = self._special()
         return [[*start, *ids] for ids in self._tokenized(_strings(texts))]
+
+    def _special(self):
+        """The start and the end token, each in a list, which is empty without it."""
+        return [[] if x is None else [x] for x in (self.start_id, self.end_id)]
 
     def texts(self, rows: Any) -> list[str]:
         """Returns the texts of lists of ids, without special tokens."""
@@ -281,7 +296,7 @@ class TextTokenizer:
         words = [[]]
         for id in ids:
             words[-1].append(id)
-            if self.tokenizer.id_to_token(id).endswith(END_OF_WORD):
+            if self.tokenizer.id_to_token(id).endswith(_byte_pairs.END_OF_WORD):
                 words.append([])
         return " ".join(self.tokenizer.detokenize(word) for word in words if word)
 
@@ -314,12 +329,6 @@ class TextTokenizer:
             return token
         text = self.tokenizer.detokenize([id]).strip()
         return text if text and "\ufffd" not in text else token
-
-    def _framed(self, ids):
-        """Returns ids with start and end tokens, and whether they were truncated."""
-        start, end = ([] if x is None else [x] for x in (self.start_id, self.end_id))
-        left = self.max_length - len(start) - len(end)
-        return [*start, *ids[:left], *end], len(ids) > left
 
     def check_fits(self, backbone: object) -> None:
         """Raises ValueError if ids or rows are too large for a backbone."""
@@ -395,11 +404,63 @@ def byte_pair_files(tokenizer: TextTokenizer | None, is_clip: bool) -> dict[str,
     if is_clip:
         files["tokenizer_config.json"] = {
             "tokenizer_class": "CLIPTokenizer",
-            "bos_token": START,
-            **dict.fromkeys(("eos_token", "pad_token", "unk_token"), END),
+            "bos_token": _byte_pairs.START,
+            **dict.fromkeys(("eos_token", "pad_token", "unk_token"), _byte_pairs.END),
             "model_max_length": tokenizer.max_length,
         }
     return files
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class JsonTokenizer(keras_hub.tokenizers.Tokenizer):
+    """A tokenizer of the package tokenizers, without special tokens or padding."""
+
+    # The file's text is an asset of presets, and not part of the config.
+    content, _backend, _size = "", None, 0
+
+    def __init__(self, content: str | None = None, dtype: str = "int32", **kwargs):
+        super().__init__(dtype=dtype, **kwargs)
+        self.file_assets = [_ASSET]
+        if content is not None:
+            self._read(content)
+
+    def _read(self, content):
+        self.content, self._backend = content, Tokenizer.from_str(content)
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        # Files may have gaps in their ids.
+        self._size = max(self._backend.get_vocab().values(), default=-1) + 1
+
+    @property
+    def backend(self) -> Tokenizer:
+        if self._backend is None:
+            raise ValueError(f"Expected a vocabulary from {_ASSET}; received: none")
+        return self._backend
+
+    def save_assets(self, dir_path: str) -> None:
+        write_bytes(Path(dir_path) / _ASSET, self.content.encode())
+
+    def load_assets(self, dir_path: str) -> None:
+        self._read(read_text(Path(dir_path) / _ASSET))
+
+    def vocabulary_size(self) -> int:
+        return self._size if self.backend else 0
+
+    def get_vocabulary(self) -> list[str]:
+        return [self.id_to_token(id) for id in range(self.vocabulary_size())]
+
+    def id_to_token(self, id: int) -> str:
+        return self.backend.id_to_token(id) or ""
+
+    def token_to_id(self, token: str) -> int | None:
+        return self.backend.token_to_id(token)
+
+    def tokenize(self, inputs: Sequence[str]) -> list[list[int]]:
+        encoded = self.backend.encode_batch(list(inputs), add_special_tokens=False)
+        return [x.ids for x in encoded]
+
+    def detokenize(self, inputs: Sequence[int]) -> str:
+        return self.backend.decode(list(inputs), skip_special_tokens=False)
 
 
 @contextlib.contextmanager

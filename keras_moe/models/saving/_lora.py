@@ -13,12 +13,7 @@ from keras_moe._checks import check_bool, unfit
 from keras_moe._compat import flatten_layers, set_dtype_policy
 from keras_moe._freezing import FROZEN, freeze, frozen_paths, inner_layers
 from keras_moe._types import KerasModel
-from keras_moe.models.saving._weights_file import (
-    checked_weights,
-    merges_adapters,
-    new_hdf5,
-    plain_values,
-)
+from keras_moe.models.saving import _weights_file
 
 # Parts of a model's config that are no arguments.
 TRAINING = (TRAINABLE, FROZEN, LORA) = ("trainable", FROZEN, "lora")
@@ -50,7 +45,7 @@ def save_adapters(backbone: Any, filepath: str | os.PathLike) -> None:
         expected = "a backbone on which enable_lora was called, and a .lora.h5 file"
         raise unfit(expected, f"{len(adapters)} adapters, filepath={str(filepath)!r}")
     layers = list(_adapted_layers(backbone).values())
-    with new_hdf5(filepath, adapters.values()) as file:
+    with _weights_file.new_hdf5(filepath, adapters.values()) as file:
         file.attrs["rank"] = layers[0].lora_rank
         file.attrs["target_layer_names"] = sorted({layer.name for layer in layers})
         for path, weight in adapters.items():
@@ -59,12 +54,12 @@ def save_adapters(backbone: Any, filepath: str | os.PathLike) -> None:
 
 def load_adapters(backbone: Any, filepath: str | os.PathLike) -> None:
     """Loads adapters from a file of `save_adapters`, adding them if missing."""
-    with checked_weights(filepath), h5py.File(filepath, "r") as file:
+    with _weights_file.checked_weights(filepath), h5py.File(filepath, "r") as file:
         if "rank" not in file.attrs:
             raise unfit("a file of save_lora_weights", filepath)
         attributes: Any = file.attrs
         names, rank = list(attributes["target_layer_names"]), attributes["rank"]
-        stored = plain_values(file)
+        stored = _weights_file.plain_values(file)
     if not adapter_weights(backbone):
         backbone.enable_lora(int(rank), names)
     adapters = adapter_weights(backbone)
@@ -99,7 +94,7 @@ def training_config(model: KerasModel) -> dict[str, Any]:
     """Returns the parts of a model's config that say what is trained."""
     config = {} if model.trainable else {TRAINABLE: False}
     adapted = _adapted_layers(model)
-    if adapted and merges_adapters():
+    if adapted and _weights_file.merges_adapters():
         # The adapters, and with them what they froze, are not in the file.
         return config
     adapters = {}
@@ -133,7 +128,7 @@ def _keep_adapters(layer):
 
 
 def _save_adapted(layer, store):
-    if merges_adapters():
+    if _weights_file.merges_adapters():
         type(layer).save_own_variables(layer, store)
         return
     for weight in layer.weights:

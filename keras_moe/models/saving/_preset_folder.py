@@ -15,16 +15,8 @@ from typing import Any
 
 import keras
 
+from keras_moe import _files
 from keras_moe._checks import nearest, unfit
-from keras_moe._files import (
-    path_within,
-    previous_folder,
-    read_text,
-    regular_file,
-    sha256_of,
-    staged_folder,
-    write_json,
-)
 from keras_moe.models import registry
 from keras_moe.models._remote import check_file_exists, get_file, named_errors
 
@@ -51,27 +43,29 @@ def add_checksums(folder: str | os.PathLike) -> None:
     folder = Path(folder)
     path = folder / METADATA
     if path.is_file():
-        weights = {x.name: sha256_of(x) for x in folder.iterdir() if is_weights(x)}
+        weights = {
+            x.name: _files.sha256_of(x) for x in folder.iterdir() if is_weights(x)
+        }
         sums = dict(sorted({**weights, **_tokenizer_checksums(folder)}.items()))
-        write_json(path, {**json.loads(read_text(path)), CHECKSUMS: sums})
+        _files.write_json(path, {**json.loads(_files.read_text(path)), CHECKSUMS: sums})
 
 
 def add_tokenizer_checksums(folder: str | os.PathLike) -> None:
     """Adds a tokenizer's checksums to the metadata, creating it if needed."""
     folder = Path(folder)
     path = folder / METADATA
-    metadata = json.loads(read_text(path)) if path.is_file() else {CHECKSUMS: {}}
+    metadata = json.loads(_files.read_text(path)) if path.is_file() else {CHECKSUMS: {}}
     # Checksums of some files only would make those of the weights appear missing.
     if CHECKSUMS in metadata:
         sums = {**metadata[CHECKSUMS], **_tokenizer_checksums(folder)}
-        write_json(path, {**metadata, CHECKSUMS: dict(sorted(sums.items()))})
+        _files.write_json(path, {**metadata, CHECKSUMS: dict(sorted(sums.items()))})
 
 
 def _tokenizer_checksums(folder):
     paths = [*folder.glob("*.json"), *folder.glob("assets/tokenizer/*")]
     names = {path.relative_to(folder).as_posix(): path for path in paths}
     return {
-        name: sha256_of(path)
+        name: _files.sha256_of(path)
         for name, path in names.items()
         if _TOKENIZER_FILE.fullmatch(name) and path.is_file()
     }
@@ -99,7 +93,7 @@ def compare_checksums(path: Path) -> list[Path]:
     """Verifies weights against the checksums of preset and index."""
     files, expected = [path], {}
     if path.exists():
-        regular_file(path)
+        _files.regular_file(path)
     if path.suffix == ".json" and path.is_file():
         content = _read_json(path)
         files += [path.with_name(name) for name in shard_names(path, content)]
@@ -107,7 +101,7 @@ def compare_checksums(path: Path) -> list[Path]:
     metadata = path.with_name(METADATA)
     for file in [*files[1:], metadata]:
         if file.exists():
-            regular_file(file, path.parent)
+            _files.regular_file(file, path.parent)
     own = [file for file in files if is_weights(file)]
     if own:
         expected[metadata] = _listed(metadata, _read_json(metadata), own)
@@ -118,7 +112,7 @@ def compare_checksums(path: Path) -> list[Path]:
             if file.name in sums
         }
         # Keras reports missing files.
-        received = sha256_of(file) if listed and file.is_file() else None
+        received = _files.sha256_of(file) if listed and file.is_file() else None
         for source, sha256 in listed.items():
             _compare(file, received, sha256, source)
     return files
@@ -148,7 +142,7 @@ def compare_tokenizer(preset: str) -> None:
         # KerasHub reports missing files.
         if _TOKENIZER_FILE.fullmatch(name) and check_file_exists(preset, name):
             file = get_file(preset, name)
-            _compare(file, sha256_of(file), expected, source)
+            _compare(file, _files.sha256_of(file), expected, source)
 
 
 def compare_preset(folder: str | os.PathLike) -> None:
@@ -164,7 +158,7 @@ def compare_preset(folder: str | os.PathLike) -> None:
 def _read_json(path) -> Any:
     """The content of a JSON file, or None if it is damaged."""
     try:
-        return json.loads(read_text(path))
+        return json.loads(_files.read_text(path))
     except (OSError, RecursionError, ValueError):
         return None
 
@@ -211,7 +205,9 @@ def staged(preset_dir: str | os.PathLike) -> Iterator[str]:
     if _writing.get():
         yield str(preset_dir)
         return
-    with staged_folder(preset_dir, _KIND, is_preset, _is_own, add_checksums) as staging:
+    with _files.staged_folder(
+        preset_dir, _KIND, is_preset, _is_own, add_checksums
+    ) as staging:
         token = _writing.set(True)
         try:
             yield str(staging)
@@ -224,7 +220,7 @@ def readable(preset_dir: str | os.PathLike) -> Path:
     target = Path(preset_dir).expanduser()
     if target.is_dir() or not target.name:
         return target
-    previous = previous_folder(target.resolve())
+    previous = _files.previous_folder(target.resolve())
     return previous if previous.is_dir() else target
 
 
@@ -265,9 +261,9 @@ def check_files(folder: str | os.PathLike) -> dict[str, Any]:
     for path in [*folder.iterdir(), *folder.glob("assets/**/*")]:
         is_read = path.suffix in (".json", ".h5") or "assets" in path.parts
         if path.is_dir() and is_read:
-            path_within(path, folder)
+            _files.path_within(path, folder)
         elif path.exists() and not path.is_dir():
-            regular_file(path, folder if is_read else None)
+            _files.regular_file(path, folder if is_read else None)
             if path.parent == folder and path.name in PRESET_FILES:
                 contents[path.name] = _read_json(path)
     return contents

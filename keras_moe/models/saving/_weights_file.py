@@ -30,14 +30,7 @@ from keras_moe._files import (
 )
 from keras_moe._types import KerasModel
 from keras_moe.models._remote import check_file_exists, get_file
-from keras_moe.models.saving._preset_folder import (
-    CHECKSUMS,
-    INDEX,
-    compare_checksums,
-    compare_preset,
-    explained,
-    shard_names,
-)
+from keras_moe.models.saving import _preset_folder
 
 # Advice if overrides do not fit the weights.
 LOAD_ANEW = "load_weights=False makes a model of these arguments with initial weights"
@@ -126,7 +119,7 @@ def _finish(folder, target):
     for index in folder.glob("*.json"):
         content = json.loads(read_text(index))
         sums = {file.name: sha256_of(file) for file in files if file != index}
-        content["metadata"][CHECKSUMS] = sums
+        content["metadata"][_preset_folder.CHECKSUMS] = sums
         write_json(index, content)
         # Index first: if the process is killed in between, its checksums do not match,
         # so new and old shards are never mixed.
@@ -160,14 +153,17 @@ def _size_of(variables: Iterable[keras.Variable]) -> int:
 @contextlib.contextmanager
 def new_hdf5(path: str | os.PathLike, variables: Iterable) -> Iterator[h5py.File]:
     """Opens an HDF5 file that atomically replaces `path` when closed."""
-    with new_file(path, _size_of(variables)) as file, h5py.File(file.name, "w") as hdf5:
+    with (
+        new_file(path, _size_of(variables)) as file,
+        h5py.File(file.name, "w") as hdf5,
+    ):
         yield hdf5
 
 
 @contextlib.contextmanager
 def checked_weights(filepath: str | os.PathLike) -> Iterator[None]:
     """Context that verifies checksums and names a damaged file in errors."""
-    files = compare_checksums(Path(filepath))
+    files = _preset_folder.compare_checksums(Path(filepath))
     try:
         yield
     except (KeyError, OSError, RuntimeError, ValueError) as error:
@@ -233,7 +229,7 @@ class SavedWeights:
     def load(self, model: Any, progress: Any = None) -> None:
         if not self.is_wanted:
             return
-        with explained(self.path, self.name, LOAD_ANEW):
+        with _preset_folder.explained(self.path, self.name, LOAD_ANEW):
             if self.fills_head():
                 model.load_task_weights(get_file(self.path, "task.weights.h5"))
             model.backbone.load_weights(self._backbone_file())
@@ -241,17 +237,19 @@ class SavedWeights:
     def _backbone_file(self):
         if check_file_exists(self.path, "model.weights.h5"):
             return get_file(self.path, "model.weights.h5")
-        index = get_file(self.path, INDEX)
-        for name in shard_names(Path(index), json.loads(read_text(index))):
+        index = get_file(self.path, _preset_folder.INDEX)
+        for name in _preset_folder.shard_names(
+            Path(index), json.loads(read_text(index))
+        ):
             get_file(self.path, name)
         return index
 
     def check(self) -> None:
         if self.is_wanted and "://" not in self.path:
-            compare_preset(self.path)
+            _preset_folder.compare_preset(self.path)
 
     def explained(self) -> contextlib.AbstractContextManager:
-        return explained(self.path, self.name)
+        return _preset_folder.explained(self.path, self.name)
 
     def close(self) -> None:
         """Does nothing: no file stays open."""

@@ -7,26 +7,13 @@ from typing import Any, Self
 
 import keras
 import keras_hub
+from keras import ops
 
-from keras_moe._checks import (
-    argument_names,
-    check_argument_names,
-    check_bool,
-    check_concrete,
-    unfit,
-)
-from keras_moe._compat import (
-    ONE_AT_A_TIME,
-    Functional,
-    flatten_layers,
-    init_task,
-    inject_functional_model_class,
-    order_layers,
-)
-from keras_moe._types import Config
+from keras_moe import _checks, _compat
+from keras_moe._types import Config, Tensor
 from keras_moe.models.base._input_checks import check_inputs
-from keras_moe.models.base._model import MoEModel
-from keras_moe.models.loading._sources import ModelSource, TaskConfig
+from keras_moe.models.base._model import MoEModel, Task
+from keras_moe.models.loading._sources import ARCHITECTURE, ModelSource, TaskConfig
 from keras_moe.models.loading.blueprint import Part
 from keras_moe.models.preprocessing.tokenizer import TextTokenizer
 from keras_moe.models.saving._lora import settle_policies, training_config
@@ -103,23 +90,23 @@ class MoETask(MoEModel):
     def __new__(cls, *args, **kwargs):
         if args or kwargs:
             # Keras makes one of each base class without arguments.
-            check_concrete(cls, MoETask, "ViTImageClassifier")
+            _checks.check_concrete(cls, MoETask, "ViTImageClassifier")
         # Another thread may be changing the classes.
-        with ONE_AT_A_TIME:
+        with _compat.ONE_AT_A_TIME:
             return super().__new__(cls, *args, **kwargs)
 
     def __init__(
         self, inputs: object, outputs: Any, features: Any, routing: dict, **kwargs
     ):
         # Keras would set it before it knows the layers.
-        trainable = check_bool("trainable", kwargs.pop("trainable", True))
+        trainable = _checks.check_bool("trainable", kwargs.pop("trainable", True))
         # KerasHub's own tasks would build their own head.
-        with ONE_AT_A_TIME:
-            if not isinstance(self, Functional):
+        with _compat.ONE_AT_A_TIME:
+            if not isinstance(self, _compat.Functional):
                 # Keras would do it once for each base class that extends this one.
-                inject_functional_model_class(_HUB_TASK)
-            init_task(self, inputs=inputs, outputs=outputs, **kwargs)
-        order_layers(self)
+                _compat.inject_functional_model_class(_HUB_TASK)
+            _compat.init_task(self, inputs=inputs, outputs=outputs, **kwargs)
+        _compat.order_layers(self)
         settle_policies(self)
         if not trainable:
             self.trainable = False
@@ -186,7 +173,7 @@ class MoETask(MoEModel):
             self, optimizer=optimizer, loss=loss, metrics=metrics, **kwargs
         )
         made: Any = getattr(self.optimizer, "inner_optimizer", self.optimizer)
-        for layer in flatten_layers(self):
+        for layer in _compat.flatten_layers(self):
             if isinstance(layer, TokenChoiceRouter):
                 # A selection bias moves once a step, too.
                 layer.passes_per_step = made.gradient_accumulation_steps or 1
@@ -283,14 +270,108 @@ def check_task(
 ) -> None:
     """Checks the backbone and the names of further arguments of a constructor."""
     names = ["name", "trainable", "compile"]
-    check_argument_names(kwargs, names, type(task).__name__, argument_names(owner))
+    _checks.check_argument_names(
+        kwargs, names, type(task).__name__, _checks.argument_names(owner)
+    )
     wanted = task.backbone_cls or family
     if wanted is not None and not isinstance(backbone, wanted):
-        raise unfit(f"backbone to be a {wanted.__name__}", backbone=backbone)
+        raise _checks.unfit(f"backbone to be a {wanted.__name__}", backbone=backbone)
 
 
 def _not_the_head(task):
-    skipped = flatten_layers(task.backbone)
+    skipped = _compat.flatten_layers(task.backbone)
     # None with compile=False.
     optimizer = getattr(task, "optimizer", None)
     return skipped if optimizer is None else [*skipped, optimizer]
+
+
+class WeightedLoss(keras.metrics.Mean):
+    """Mean loss of all pairs or tokens; Keras would weigh batches by their size."""
+
+    _last = None
+
+    def update_state(self, loss, sample_weight=None):
+        self._last = loss, sample_weight
+        return super().update_state(loss, sample_weight)
+
+    def weigh(self, weights: Tensor) -> None:
+        """Reweights the last batch by the sum of its weights instead of its size."""
+        # A tensor of one trace cannot be used in the next.
+        last, self._last = self._last, None
+        if weights is None or last is None:
+            return
+        loss, size = last
+        weights = ops.cast(ops.convert_to_tensor(weights), self.dtype)
+        super().update_state(loss, ops.sum(weights) - ops.cast(size, self.dtype))
+
+
+class LabellessTask(MoETask, Task):
+    """Base class of tasks that read texts and learn from their inputs only."""
+
+    has_head = False
+    has_metrics = False
+    # Until compiled.
+    _own_metrics: tuple[keras.metrics.Metric, ...] = ()
+    _weighted_loss: Any = None
+
+    def compile(self, optimizer="auto", loss="auto", *, metrics="auto", **kwargs):
+        if isinstance(metrics, str) and metrics == "auto":
+            metrics = self.default_metrics(loss)
+        # All metrics use weights, so both arguments mean the same.
+        metrics = [*_checked(metrics), *_checked(kwargs.pop("weighted_metrics", None))]
+        super().compile(optimizer, loss, metrics=None, **kwargs)
+        if loss is not None:
+            _compat.mark_loss_as_built(self)
+        # Bypass attribute tracking: metrics are not part of the weights.
+        object.__setattr__(self, "_own_metrics", tuple(metrics))
+        object.__setattr__(self, "_weighted_loss", WeightedLoss(name="loss"))
+        _compat.track_loss_by(self, self._weighted_loss)
+
+    def get_compile_config(self) -> dict[str, Any]:
+        config = super().get_compile_config()
+        if not config:
+            return {}
+        metrics = [keras.saving.serialize_keras_object(x) for x in self._own_metrics]
+        return {**config, "metrics": None, "weighted_metrics": metrics}
+
+    def _weighed(self, x, y, y_pred, sample_weight):
+        """Returns what metrics get: targets, outputs and their weights."""
+        raise NotImplementedError
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return [*super().metrics, *self._own_metrics]
+
+    def compute_metrics(
+        self, x: object, y: object, y_pred: Tensor, sample_weight: object = None
+    ) -> dict[str, Any]:
+        targets, outputs, weights = self._weighed(x, y, y_pred, sample_weight)
+        self._weighted_loss.weigh(weights)
+        for metric in self._own_metrics:
+            metric.update_state(targets, outputs, weights)
+        return self.get_metrics_result()
+
+
+def _checked(metrics: object) -> list[keras.metrics.Metric]:
+    checked: list[Any] = keras.tree.flatten(metrics or ())
+    for metric in checked:
+        if not isinstance(metric, keras.metrics.Metric):
+            raise ValueError(
+                "Expected metrics of embeddings or of log-likelihoods, such as "
+                f"ContrastiveAccuracy() or Perplexity(); received: {metric!r}"
+            )
+    return checked
+
+
+def check_tokenizer(tokenizer: object, backbone: object) -> None:
+    if isinstance(tokenizer, TextTokenizer) and tokenizer.has_vocabulary:
+        tokenizer.check_fits(backbone)
+
+
+def without_large_tokenizer(source: ModelSource, config: dict, sizes: dict) -> dict:
+    """The task's arguments, without a tokenizer that new weights are too small for."""
+    tokenizer, names = config.get("preprocessor"), ("vocabulary_size", "max_length")
+    if source.kind != ARCHITECTURE or not isinstance(tokenizer, TextTokenizer):
+        return config
+    fits = all(getattr(tokenizer, name) <= sizes[name] for name in names)
+    return config if fits else {**config, "preprocessor": None}

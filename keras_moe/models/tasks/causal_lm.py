@@ -31,12 +31,7 @@ from keras_moe.models.preprocessing.tokenizer import (
     padded_rows,
 )
 from keras_moe.models.registry import register_task
-from keras_moe.models.tasks._labelless import (
-    LabellessTask,
-    check_tokenizer,
-    without_large_tokenizer,
-)
-from keras_moe.models.tasks.base import check_task
+from keras_moe.models.tasks import base
 
 TARGETS = "targets"
 
@@ -77,7 +72,7 @@ class Perplexity(keras.metrics.Mean):
 
 @register_task
 @keras.saving.register_keras_serializable("keras_moe")
-class CausalLM(LabellessTask, HubCausalLM):
+class CausalLM(base.LabellessTask, HubCausalLM):
     """A `DecoderBackbone` that is trained on next tokens and generates text.
 
     `fit` takes texts or lists of token ids, which it packs into rows of `max_length`
@@ -126,8 +121,8 @@ class CausalLM(LabellessTask, HubCausalLM):
         preprocessor: TextTokenizer | None = None,
         **kwargs,
     ):
-        check_task(self, CausalLM, backbone, kwargs)
-        check_tokenizer(preprocessor, backbone)
+        base.check_task(self, CausalLM, backbone, kwargs)
+        base.check_tokenizer(preprocessor, backbone)
 
         # === Layers ===
         self.backbone = backbone
@@ -144,7 +139,9 @@ class CausalLM(LabellessTask, HubCausalLM):
     def config_from(
         cls, source: ModelSource, overrides: dict, backbone_config: dict
     ) -> TaskConfig:
-        config = without_large_tokenizer(source, source.task_config(), backbone_config)
+        config = base.without_large_tokenizer(
+            source, source.task_config(), backbone_config
+        )
         return TaskConfig({**config, **overrides})
 
     def compile(

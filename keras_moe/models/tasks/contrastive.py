@@ -32,12 +32,7 @@ from keras_moe.models.preprocessing.images import (
 from keras_moe.models.preprocessing.patches import budget
 from keras_moe.models.preprocessing.tokenizer import TextTokenizer
 from keras_moe.models.registry import register_task
-from keras_moe.models.tasks._labelless import (
-    LabellessTask,
-    check_tokenizer,
-    without_large_tokenizer,
-)
-from keras_moe.models.tasks.base import check_task
+from keras_moe.models.tasks import base
 from keras_moe.models.tasks.image_classifier import most_probable, probabilities
 
 
@@ -92,7 +87,7 @@ class ContrastiveAccuracy(keras.metrics.Mean):
 
 @register_task
 @keras.saving.register_keras_serializable("keras_moe")
-class ContrastiveModel(TakesPairs, LabellessTask):
+class ContrastiveModel(TakesPairs, base.LabellessTask):
     """A contrastive image-text model on any image-text backbone.
 
     `fit` takes unlabelled pairs: a dict of `"images"`, `"token_ids"` and
@@ -150,8 +145,8 @@ class ContrastiveModel(TakesPairs, LabellessTask):
         image_preprocessor: ImagePreprocessor | None = None,
         **kwargs,
     ):
-        check_task(self, ContrastiveModel, backbone, kwargs)
-        check_tokenizer(preprocessor, backbone)
+        base.check_task(self, ContrastiveModel, backbone, kwargs)
+        base.check_tokenizer(preprocessor, backbone)
         image_preprocessor = checked_preprocessor(image_preprocessor, backbone)
 
         # === Layers ===
@@ -181,7 +176,7 @@ class ContrastiveModel(TakesPairs, LabellessTask):
                 image["image_shape"], **budget(image)
             )
         return TaskConfig(
-            {**without_large_tokenizer(source, config, text), **overrides}
+            {**base.without_large_tokenizer(source, config, text), **overrides}
         )
 
     def default_loss(self) -> ContrastiveLoss:

@@ -8,16 +8,7 @@ import keras
 import keras_hub
 import numpy as np
 
-from keras_moe._checks import (
-    argument_names,
-    check_bool,
-    check_concrete,
-    check_dropout,
-    check_dtype,
-    check_integer,
-    check_one_of,
-    unfit,
-)
+from keras_moe import _checks
 from keras_moe._types import DType, Tensor
 from keras_moe.layers.moe_config import moe_config
 from keras_moe.layers.pooling import check_pooling
@@ -37,14 +28,7 @@ from keras_moe.models.preprocessing.images import ImagePreprocessor
 from keras_moe.models.preprocessing.patches import budget
 from keras_moe.models.registry import register_task
 from keras_moe.models.saving._lora import TRAINING, new_head_dtype, quantized_head
-from keras_moe.models.tasks._head import (
-    PROBABILITIES,
-    SIGMOID,
-    SOFTMAX,
-    MembersMean,
-    head_layers,
-    loss_of_outputs,
-)
+from keras_moe.models.tasks import _head
 from keras_moe.models.tasks.base import MoETask, check_task
 from keras_moe.ops import Routing
 from keras_moe.ops._initializers import initial_values
@@ -166,7 +150,7 @@ class ImageClassifier(MoETask, HubClassifier):
         is_new = "num_classes" in overrides
         if not is_new and not source.is_trained:
             expected = f"num_classes, since {source.name!r} carries no trained task"
-            raise unfit(expected, "num_classes=None")
+            raise _checks.unfit(expected, "num_classes=None")
         config, new_weights = dict(source.task_config()), ()
         if is_new:
             new_weights = _adapt_head(config, source, overrides, backbone_config)
@@ -199,15 +183,15 @@ class ImageClassifier(MoETask, HubClassifier):
                 type(backbone), lambda cls: issubclass(cls, ImageClassifier)
             )
             example = getattr(found, "__name__", "ViTImageClassifier")
-            check_concrete(ImageClassifier, ImageClassifier, example)
-        num_classes = check_integer("num_classes", num_classes)
-        check_integer("representation_dim", representation_dim, optional=True)
-        check_dropout("dropout", dropout)
-        check_bool("multi_label", multi_label)
-        check_bool("pooled_norm", pooled_norm)
+            _checks.check_concrete(ImageClassifier, ImageClassifier, example)
+        num_classes = _checks.check_integer("num_classes", num_classes)
+        _checks.check_integer("representation_dim", representation_dim, optional=True)
+        _checks.check_dropout("dropout", dropout)
+        _checks.check_bool("multi_label", multi_label)
+        _checks.check_bool("pooled_norm", pooled_norm)
         activations = (None, "sigmoid" if multi_label else "softmax")
-        check_one_of("output_activation", output_activation, activations)
-        policy = check_dtype("head_dtype", head_dtype) or backbone.dtype_policy
+        _checks.check_one_of("output_activation", output_activation, activations)
+        policy = _checks.check_dtype("head_dtype", head_dtype) or backbone.dtype_policy
         if isinstance(preprocessor, ImagePreprocessor):
             preprocessor.check_model(backbone, num_classes)
 
@@ -218,7 +202,7 @@ class ImageClassifier(MoETask, HubClassifier):
         inputs, routing = backbone.input, dict(backbone.routing)
         # The layers draw their initial values by the model's seed.
         with initial_values(config["seed"], type(self).__name__):
-            layers = head_layers(
+            layers = _head.head_layers(
                 config,
                 policy,
                 num_classes,
@@ -262,10 +246,14 @@ class ImageClassifier(MoETask, HubClassifier):
             outputs = self.output_dense(outputs)
             if members > 1:
                 if head is not None:
-                    raise unfit("head=None for an ensemble", ensemble_size=members)
-                kind = SIGMOID if multi_label or num_classes == 1 else SOFTMAX
-                kind = kind if output_activation is None else PROBABILITIES
-                self.members_mean = MembersMean(
+                    raise _checks.unfit(
+                        "head=None for an ensemble", ensemble_size=members
+                    )
+                kind = (
+                    _head.SIGMOID if multi_label or num_classes == 1 else _head.SOFTMAX
+                )
+                kind = kind if output_activation is None else _head.PROBABILITIES
+                self.members_mean = _head.MembersMean(
                     members, kind, dtype=policy, name="members_mean"
                 )
                 outputs = self.members_mean(outputs)
@@ -304,7 +292,7 @@ class ImageClassifier(MoETask, HubClassifier):
     def preprocessor(self, value: object) -> None:
         if value is not None and not callable(value):
             expected = "preprocessor to be an ImagePreprocessor, a layer or None"
-            raise unfit(expected, preprocessor=value)
+            raise _checks.unfit(expected, preprocessor=value)
         # The constructor checks it before there is a model.
         if isinstance(value, ImagePreprocessor) and hasattr(self, "num_classes"):
             value.check_model(self.backbone, self.num_classes)
@@ -329,8 +317,8 @@ class ImageClassifier(MoETask, HubClassifier):
             A list of `ClassProbability`, most probable first, for one image (H, W, C)
             or (H, W); a list of such lists for several.
         """
-        top = check_integer("top", top)
-        batch_size = check_integer("batch_size", batch_size)
+        top = _checks.check_integer("top", top)
+        batch_size = _checks.check_integer("batch_size", batch_size)
         if not isinstance(self.preprocessor, ImagePreprocessor):
             raise ValueError(
                 "Expected a model with an ImagePreprocessor: set model.preprocessor = "
@@ -338,18 +326,12 @@ class ImageClassifier(MoETask, HubClassifier):
                 f"preprocessor={self.preprocessor!r}"
             )
         prepared, is_one = self.preprocessor.batch(images, max_value)
-        if is_one:
-            return self._classes(prepared, top, 1)[0]
-        return self._classes(prepared, top, batch_size)
-
-    def _classes(self, prepared, top, batch_size):
-        if not len(keras.tree.flatten(prepared)[0]):
-            return []
         outputs = self.predict(prepared, batch_size=batch_size, verbose=0)
-        outputs, names = outputs.astype("float64"), self.preprocessor.class_names
+        outputs = outputs.astype("float64")
         if self.output_activation is None:
             outputs = probabilities(outputs, self.multi_label)
-        return most_probable(outputs, names, top)
+        found = most_probable(outputs, self.preprocessor.class_names, top)
+        return found[0] if is_one else found
 
     def outputs_from_head(self, head_outputs: object) -> Any:
         """Maps a muMoE head's outputs (B, units) to the model's, at inference."""
@@ -372,12 +354,12 @@ class ImageClassifier(MoETask, HubClassifier):
         head = self.head
         if head is None or self.head_position != "final":
             expected = "a classifier with head=MuMoE(...) as its final layer"
-            raise unfit(expected, head=head, head_position=self.head_position)
-        check_integer("output", output, 0, self.num_classes - 1)
+            raise _checks.unfit(expected, head=head, head_position=self.head_position)
+        _checks.check_integer("output", output, 0, self.num_classes - 1)
         experts = head.gate.expert_types.total
         offsets = np.asarray(offsets, "float32")
         if offsets.shape != (experts,) or not np.isfinite(offsets).all():
-            raise unfit(f"finite offsets of shape ({experts},)", offsets)
+            raise _checks.unfit(f"finite offsets of shape ({experts},)", offsets)
         before = head.edited_outputs
         outputs = before if output in before else (*before, output)
         config = self.get_config()
@@ -420,7 +402,7 @@ class ImageClassifier(MoETask, HubClassifier):
         return self.backbone.ensemble_size > 1 and len(outputs.shape) == 3
 
     def _checked_loss(self, loss):
-        return loss_of_outputs(loss, self.output_activation is None)
+        return _head.loss_of_outputs(loss, self.output_activation is None)
 
     def default_loss(self) -> keras.losses.Loss:
         """Returns softmax cross-entropy, or `SigmoidCrossentropy` if `multi_label`."""
@@ -451,7 +433,10 @@ class ImageClassifier(MoETask, HubClassifier):
         check_labels(labels, self.num_classes, getattr(self, "loss", None))
 
     def get_config(self):
-        names = {*argument_names(ImageClassifier)} - {"backbone", "preprocessor"}
+        names = {*_checks.argument_names(ImageClassifier)} - {
+            "backbone",
+            "preprocessor",
+        }
         return {
             **super().get_config(),
             **{name: getattr(self, name) for name in sorted(names)},
@@ -463,10 +448,12 @@ class ImageClassifier(MoETask, HubClassifier):
     def describe_parts(
         backbone_config: dict, num_tokens: int, dim: int, **config: Any
     ) -> list[Part]:
-        check_integer("num_classes", config["num_classes"])
+        _checks.check_integer("num_classes", config["num_classes"])
         parts, shape = [], (num_tokens, dim)
         members = getattr(moe_config(backbone_config["moe"]), "ensemble_size", 1)
-        for name, layer in head_layers(backbone_config, "float32", **config).items():
+        for name, layer in _head.head_layers(
+            backbone_config, "float32", **config
+        ).items():
             cost = layer_cost(layer, shape)
             if cost.parameters:
                 parts.append(Part(name, _KINDS[name], *cost).of_members(members))

@@ -116,15 +116,19 @@ def composed_forward(rows, group_sizes, weights, activation, keep, matmuls=RAGGE
     """`_block_loops.mlp_forward` by a grouped matmul for each layer."""
     matmul, _ = matmuls
     own, owner = _owners(rows, group_sizes)
-    index = jnp.argmax(owner, axis=1)
+    owner = owner.astype(rows.dtype)
 
     def linear(name, x):
         outputs = matmul(x, getattr(weights, f"{name}_kernel"), group_sizes)
         bias = getattr(weights, f"{name}_bias")
-        return outputs if bias is None else outputs + bias[index]
+        if bias is None:
+            return outputs
+        # Exact, and on TPUs within the addition, where a gather would write an array.
+        return outputs + jnp.matmul(owner, bias, precision="highest")
 
-    # `ragged_dot` may read the rows of no expert.
-    rows = jnp.where(own, rows, 0)
+    if keep:
+        # The gradient may read the rows of no expert.
+        rows = jnp.where(own, rows, 0)
     names = ("hidden",) if weights.gate_kernel is None else ("hidden", "gate")
     kept = tuple(linear(name, rows) for name in names)
     outputs = linear("output", activate(activation, *kept))
@@ -170,14 +174,14 @@ def _mlp_by_platform(loops, composed, *inputs, **options):
 
 
 @jit_by_platform(static_argnums=(3, 4))
-def _mlp_forward(rows, group_sizes, weights, activation, keep):
+def mlp_forward(rows, group_sizes, weights, activation, keep):
     forms = _block_loops.mlp_forward, composed_forward
     options = {"activation": activation, "keep": keep}
     return _mlp_by_platform(*forms, rows, group_sizes, weights, **options)
 
 
 @jit_by_platform(static_argnums=(5,))
-def _mlp_backward(rows, group_sizes, weights, kept, upstream, activation):
+def mlp_backward(rows, group_sizes, weights, kept, upstream, activation):
     forms = functools.partial(_block_loops.mlp_backward, vjp=jax.vjp), composed_backward
     inputs = rows, group_sizes, weights, kept, upstream
     return _mlp_by_platform(*forms, *inputs, activation=activation)
@@ -185,17 +189,17 @@ def _mlp_backward(rows, group_sizes, weights, kept, upstream, activation):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped_mlp(activation, rows, group_sizes, weights):
-    return _mlp_forward(rows, group_sizes, weights, activation, False)[0]
+    return mlp_forward(rows, group_sizes, weights, activation, False)[0]
 
 
 def _forward_and_residuals(activation, rows, group_sizes, weights):
-    outputs, kept = _mlp_forward(rows, group_sizes, weights, activation, True)
+    outputs, kept = mlp_forward(rows, group_sizes, weights, activation, True)
     return outputs, (rows, group_sizes, weights, kept)
 
 
 def _gradients(activation, residuals, upstream):
     rows, group_sizes, weights, kept = residuals
-    dx, dw = _mlp_backward(rows, group_sizes, weights, kept, upstream, activation)
+    dx, dw = mlp_backward(rows, group_sizes, weights, kept, upstream, activation)
     return dx, None, dw
 
 

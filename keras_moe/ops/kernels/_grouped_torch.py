@@ -14,6 +14,8 @@ def grouped_matmul(rows, kernels, group_sizes):
     # Keras computes the output's shape on the meta device.
     if rows.is_meta:
         return rows.new_empty((rows.shape[0], kernels.shape[2]))
+    if _is_one_node(rows):
+        return _grouped_linear(rows, kernels, None, group_sizes)
     rows, kernels = rows.contiguous(), kernels.contiguous()
     if kernel_is_valid(rows, kernels):
         return matmul_with_kernel(rows, kernels, group_sizes)
@@ -92,6 +94,8 @@ def mlp_with_matmuls(activation, group_sizes, rows, output_kernel, output_bias, 
     owner = owner.clamp(max=num_experts - 1)
 
     def linear(x, kernels, biases):
+        if _is_one_node(x):
+            return _grouped_linear(x, kernels, biases, group_sizes)
         outputs = grouped_matmul(x, kernels, group_sizes)
         if biases is None:
             return outputs
@@ -234,6 +238,70 @@ def _gradients_with_gradients(ctx, inputs, upstream):
     )
     gradients = iter(gradients)
     return [next(gradients) if is_needed else None for is_needed in needed]
+
+
+# In a compiled graph, the loop over experts is one node of it, since its sizes are
+# data. What is around it, such as the activation, is the compiler's.
+
+
+def _is_one_node(rows):
+    """Whether a loop is recorded in a graph that need not run anywhere else."""
+    is_compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    # GPUs have a kernel for bfloat16, which does not wait for the sizes.
+    return is_compiling and (rows.device.type == "cpu" or rows.dtype != torch.bfloat16)
+
+
+@torch.library.custom_op("keras_moe::grouped_linear", mutates_args=())
+def _grouped_linear(
+    rows: torch.Tensor,
+    kernels: torch.Tensor,
+    biases: torch.Tensor | None,
+    group_sizes: torch.Tensor,
+) -> torch.Tensor:
+    sizes = group_sizes.tolist()
+    outputs = rows.new_empty((rows.shape[0], kernels.shape[2]))
+    for expert, own in _groups(sizes):
+        _linear(rows[own], kernels, biases, expert, outputs[own])
+    outputs[sum(sizes) :].zero_()
+    return outputs
+
+
+@torch.library.custom_op("keras_moe::grouped_linear_slopes", mutates_args=())
+def _grouped_linear_slopes(
+    rows: torch.Tensor, upstream: torch.Tensor, group_sizes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shapes = (len(group_sizes), rows.shape[1], upstream.shape[1])
+    kernels, biases = rows.new_zeros(shapes), rows.new_zeros(shapes[::2])
+    for expert, own in _groups(group_sizes.tolist()):
+        _write_gradients(rows[own], upstream[own], expert, kernels, biases)
+    return kernels, biases
+
+
+@_grouped_linear.register_fake
+def _(rows, kernels, biases, group_sizes):
+    return rows.new_empty((rows.shape[0], kernels.shape[2]))
+
+
+@_grouped_linear_slopes.register_fake
+def _(rows, upstream, group_sizes):
+    shape = (group_sizes.shape[0], rows.shape[1], upstream.shape[1])
+    return rows.new_empty(shape), rows.new_empty(shape[::2])
+
+
+def _keep(ctx, inputs, output):
+    rows, kernels, biases, group_sizes = inputs
+    ctx.has_biases = biases is not None
+    ctx.save_for_backward(rows, kernels, group_sizes)
+
+
+def _linear_gradients(ctx, upstream):
+    rows, kernels, group_sizes = ctx.saved_tensors
+    slopes = _grouped_linear_slopes(rows, upstream, group_sizes)
+    change = _grouped_linear(upstream, kernels.transpose(1, 2), None, group_sizes)
+    return change, slopes[0], slopes[1] if ctx.has_biases else None, None
+
+
+_grouped_linear.register_autograd(_linear_gradients, setup_context=_keep)
 
 
 def _groups(sizes):

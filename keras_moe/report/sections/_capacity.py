@@ -23,7 +23,8 @@ _TILE, _BYTES = 56, 90_000
 class _Counts:
     """Counts of one layer."""
 
-    def __init__(self, num_experts, num_patches):
+    def __init__(self, layer, num_patches):
+        self.layer = layer
         self.queues = np.zeros((3, len(_EDGES) - 1), "int64")
         # By token type: choices, choices beyond the capacity, tokens, dropped tokens.
         self.totals = np.zeros((3, 4), "int64")
@@ -35,7 +36,7 @@ class _Counts:
         # By modality and expert: choices, and choices beyond the capacity.
         self.modalities = {}
         # Sum of the capacities of all groups, by expert.
-        self.room = np.zeros(num_experts, "int64")
+        self.room = np.zeros(layer.num_experts, "int64")
 
 
 class Priorities(section.Section):
@@ -55,17 +56,17 @@ class Priorities(section.Section):
         self.layers = queues_of_layers(model, ("token_choice",))
         self.grid = model.grid or (0, 0)
         self.num_patches = self.grid[0] * self.grid[1]
-        self.counts = [_Counts(x.num_experts, self.num_patches) for x in self.layers]
+        self.counts = [_Counts(layer, self.num_patches) for layer in self.layers]
 
     @classmethod
     def fits(cls, model):
         return any(block.kind == "token_choice" for block in model.blocks.values())
 
     def update_queues(self, batch):
-        for layer, counts in zip(self.layers, self.counts):
-            queues = layer.read(batch)
-            layer.count_groups(queues)
-            self._count(counts, queues, layer.capacities(queues.group_tokens))
+        for counts in self.counts:
+            queues = counts.layer.read(batch)
+            counts.layer.count_groups(queues)
+            self._count(counts, queues, counts.layer.capacities(queues.group_tokens))
 
     def _count(self, counts, queues, capacities):
         chosen = np.greater_equal(queues.positions, 0)
@@ -120,10 +121,8 @@ class Priorities(section.Section):
             return section.NO_TOKENS
         names = [layer.name for layer in self.layers]
         types = [_TYPES[number] for number in present]
-        rows, data = [], []
-        for layer, counts in zip(self.layers, self.counts):
-            data.append(_data(layer, counts, present))
-            rows += [_row(layer.name, counts, number) for number in present]
+        data = [_data(counts, present) for counts in self.counts]
+        rows = [_row(counts, number) for counts in self.counts for number in present]
         head = [
             "layer",
             "tokens",
@@ -141,12 +140,12 @@ class Priorities(section.Section):
     def _findings(self):
         """One finding for all layers that drop many choices at one capacity."""
         worst, layers = 0.0, {}
-        for layer, counts in zip(self.layers, self.counts):
+        for counts in self.counts:
             choices, cut, tokens, dropped = counts.totals.sum(axis=0)
-            share = cut / max(choices, 1)
+            share, layer = cut / max(choices, 1), counts.layer
             worst = max(worst, share)
             if share > _MANY_DROPS:
-                row = (layer, share, dropped / max(tokens, 1), _needed(layer, counts))
+                row = (layer, share, dropped / max(tokens, 1), _needed(counts))
                 layers.setdefault(layer.capacity_factor, []).append(row)
         if not layers:
             text = (
@@ -206,15 +205,14 @@ class Priorities(section.Section):
 
     def _modalities(self):
         """Figures of each modality's choices, for layers shared by modalities."""
-        pairs = zip(self.layers, self.counts)
-        shared = [pair for pair in pairs if len(pair[1].modalities) > 1]
+        shared = [counts for counts in self.counts if len(counts.modalities) > 1]
         if not shared:
             return []
         drawn = section.evenly_spaced(shared, _figures.MAX_PANELS)
         drawing = _figures.draw_modalities(
-            [counts.modalities for _, counts in drawn],
-            [counts.room for _, counts in drawn],
-            [layer.name for layer, _ in drawn],
+            [counts.modalities for counts in drawn],
+            [counts.room for counts in drawn],
+            [counts.layer.name for counts in drawn],
         )
         alt = (
             "Stacked bars of the tokens of each modality that choose each expert, by "
@@ -244,9 +242,10 @@ class Priorities(section.Section):
         ]
 
 
-def _needed(layer, counts):
+def _needed(counts):
     """The capacity factor that drops few choices, by their positions in the queues."""
-    if not layer.capacity_factor:
+    factor = counts.layer.capacity_factor
+    if not factor:
         return 0.0
     queues = counts.queues.sum(axis=0)
     # By the upper edge of each position: the choices after it.
@@ -254,7 +253,7 @@ def _needed(layer, counts):
     enough = np.flatnonzero(after[:-1] < _FEW_DROPS)
     edge = _EDGES[1 + enough[0]] if len(enough) else 2 * _EDGES[-1]
     # Up to the next twentieth.
-    return float(np.ceil(edge * layer.capacity_factor * 20 - 1e-6) / 20)
+    return float(np.ceil(edge * factor * 20 - 1e-6) / 20)
 
 
 def _range(shares):
@@ -262,7 +261,7 @@ def _range(shares):
     return " to ".join(dict.fromkeys(texts))
 
 
-def _row(layer, counts, token_type):
+def _row(counts, token_type):
     choices, cut, tokens, dropped = counts.totals[token_type].tolist()
     means = [
         f"{total / count:.2f}" if count else None
@@ -271,14 +270,14 @@ def _row(layer, counts, token_type):
         )
     ]
     shares = (f"{cut / max(choices, 1):.1%}", f"{dropped / max(tokens, 1):.1%}")
-    return [layer, _TYPES[token_type], *shares, *means]
+    return [counts.layer.name, _TYPES[token_type], *shares, *means]
 
 
-def _data(layer, counts, present):
+def _data(counts, present):
     choices, cut = np.sum([*counts.modalities.values()], axis=0)
     return {
-        "layer": layer.name,
-        "capacity_factor": layer.capacity_factor,
+        "layer": counts.layer.name,
+        "capacity_factor": counts.layer.capacity_factor,
         "edges": _EDGES.tolist(),
         "queues": {
             _TYPES[number]: counts.queues[number].tolist() for number in present

@@ -106,7 +106,7 @@ class Explorer(Section):
         rows, columns = self.model.grid
         most = min(_BYTES, _ALL_BYTES // max(len(examples), 1))
         images = {
-            example.picture(number): image_uri(example.image, most)
+            example.picture(number): _image_uri(example.image, most)
             for number, example in examples.items()
             if example.image is not None
         }
@@ -229,7 +229,7 @@ def kept_example(
     )
 
 
-def image_uri(image: np.ndarray, max_bytes: int = _BYTES) -> str:
+def _image_uri(image, max_bytes):
     """An image as a square data URI; maps restore its shape."""
     tile = _markup.tile_of(image, min(max(image.shape[:2]), _SIDE))
     return _markup.sprite(tile[None, None], max_bytes)[0]

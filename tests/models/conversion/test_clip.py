@@ -82,6 +82,7 @@ def test_dinov2(tmp_path, head):
 
 
 DINOS = {
+    "DINOv2": lambda: published.transformers_dinov2(use_mask_token=False),
     "DINOv3": lambda: published.transformers_dinov3(),
     "DINOv3, gated": lambda: published.transformers_dinov3(
         use_gated_mlp=True, hidden_act="silu", key_bias=True
@@ -124,6 +125,8 @@ def test_dinos_with_registers_and_gates(tmp_path, name):
     )
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
+    config = json.loads((tmp_path / "exported/config.json").read_text())
+    assert config["architectures"] == [type(reference).__name__]
     state = reference.state_dict()
     for key, value in again.state_dict().items():
         # Not for images: transformers' classes need one.

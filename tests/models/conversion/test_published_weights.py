@@ -8,9 +8,7 @@ import pytest
 
 from keras_moe import models
 from keras_moe.layers import resize_patch_kernel
-from keras_moe.models.conversion import PublishedWeights
-from keras_moe.models.conversion._readers import NpzCheckpoint, SafetensorsCheckpoint
-from keras_moe.models.conversion._vmoe_checkpoint import VMoECheckpoint
+from keras_moe.models.conversion import PublishedWeights, _readers
 from keras_moe.ops import _initializers
 from tests import golden, published
 from tests.compare import assert_close, assert_same
@@ -136,9 +134,9 @@ def test_one_tensor_at_a_time(tmp_path):
     assert total > 20 * largest
     del tensors
     for source, reader in (
-        (tmp_path / "vit.npz", NpzCheckpoint),
-        (tmp_path / "flax" / "model.safetensors", SafetensorsCheckpoint),
-        (tmp_path / "vit", VMoECheckpoint),
+        (tmp_path / "vit.npz", _readers.NpzCheckpoint),
+        (tmp_path / "flax" / "model.safetensors", _readers.SafetensorsCheckpoint),
+        (tmp_path / "vit", _readers.VMoECheckpoint),
     ):
         with reader(source) as file:
             assert peak(lambda file=file: [file.read(x).sum() for x in file]) < (

@@ -12,8 +12,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from keras_moe import models
-from keras_moe.models.conversion._readers import NpzCheckpoint, SafetensorsCheckpoint
-from keras_moe.models.conversion._vmoe_checkpoint import VMoECheckpoint
+from keras_moe.models.conversion._readers import (
+    NpzCheckpoint,
+    SafetensorsCheckpoint,
+    VMoECheckpoint,
+)
 from tests import golden, published
 from tests.compare import assert_close, assert_same
 from tests.refusals import refuses

@@ -39,8 +39,9 @@ def test_settings_are_chosen_on_images_that_are_held_out(task, monkeypatch):
     assert sorted(names) == ["step_times", *["tested"] * 2, *["trained"] * 3]
     assert dense["step_ms"] > 0
     part.show(results, task.study.console)
-    (picture,) = part.draw({"upcycled": results})
-    assert picture.stat().st_size > 5_000
+    pictures = part.draw({"upcycled": results, "models": results})
+    assert [path.name for path in pictures] == ["experts.png", "errors_models.png"]
+    assert all(path.stat().st_size > 5_000 for path in pictures)
 
     def interrupt(*arguments):
         raise KeyboardInterrupt

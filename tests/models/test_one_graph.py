@@ -1,0 +1,133 @@
+"""`torch.compile` reads each kind of model as one graph, and `fit` can be compiled."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import routers
+from tests.compare import assert_close
+from tests.pair_models import PAIRS, one_block
+from tests.small_models import (
+    ONE_BLOCK,
+    images,
+    mixer,
+    small_classifier,
+    vit,
+    with_weights,
+)
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(
+    keras.backend.backend() != "torch", reason="Dynamo reads PyTorch's models alone"
+)
+
+# Each tests one graph of a model that other tests run as it is.
+FAMILIES = {
+    "V-MoE": lambda: vit(**ONE_BLOCK, noise_std=0.5, auxiliary_losses="auto"),
+    "without a capacity": lambda: vit(**ONE_BLOCK, dropless=True),
+    "Soft MoE": lambda: vit(**ONE_BLOCK, router="soft"),
+    # In two blocks, the second of which gets the logits of the first.
+    "MoE++": lambda: vit(moe_layers=[0, 1], **IN_PLACE),
+    "muMoE": lambda: mixer(**ONE_BLOCK, router="mumoe"),
+    "CLIP": lambda: one_block("clip"),
+    "LIMoE": lambda: one_block("limoe"),
+}
+IN_PLACE = {"copy_experts": 1, "constant_experts": 1, "gating_residual": True}
+SHAPE = (16, 8, 2)
+
+
+@pytest.fixture(autouse=True)
+def programs():
+    """Forgets the programs of other tests, of which a process may have eight."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def as_tensors(inputs):
+    return keras.tree.map_structure(torch.tensor, inputs)
+
+
+def inputs_of(name):
+    return as_tensors(PAIRS if name in ("CLIP", "LIMoE") else images(2, *SHAPE))
+
+
+class Compiled:
+    """A model compiled without code for machines, which takes most of the time."""
+
+    def __init__(self, model):
+        self.programs = 0
+        self.call = torch.compile(model, backend=self._program, fullgraph=True)
+
+    def _program(self, graph, inputs):
+        from torch._dynamo.backends.debugging import aot_eager
+
+        self.programs += 1
+        return aot_eager(graph, inputs)
+
+
+def step(model, call, inputs):
+    """The outputs, the gradients and the changed variables of a call in training."""
+    seeds = [(v, v.value.clone()) for v in model.non_trainable_variables]
+    model.zero_grad()
+    outputs = keras.tree.flatten(call(inputs, training=True))
+    loss = torch.stack([(x * x).sum() for x in outputs] + model.losses).sum()
+    loss.backward()
+    gradients = [v.value.grad for v in model.trainable_variables]
+    changed = [v.value.clone() for v, _ in seeds]
+    for variable, value in seeds:
+        variable.assign(value)
+    present = [x.clone() for x in gradients if x is not None]
+    return [x.detach() for x in (loss, *outputs)], present, changed
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_forward_and_backward_are_one_graph(name):
+    model = with_weights(FAMILIES[name]())
+    inputs, compiled = inputs_of(name), Compiled(model)
+    actual = step(model, compiled.call, inputs)
+    expected = step(model, model, inputs)
+    for one, other in zip(actual, expected, strict=True):
+        assert_close(one, other, 1e-4, 1e-5)
+    assert compiled.programs == 1
+
+
+def test_batches_of_any_size_are_two_programs():
+    model = small_classifier(**ONE_BLOCK)
+    compiled = Compiled(model)
+    for size in (1, 3, 7):
+        inputs = torch.tensor(images(size, 16, 8, 3))
+        with torch.no_grad():
+            actual, expected = compiled.call(inputs), model(inputs)
+        assert_close(actual, expected, 1e-5, 1e-5)
+    assert compiled.programs == 2
+
+
+def test_what_reads_a_value_is_no_graph(monkeypatch):
+    model = small_classifier(**ONE_BLOCK)
+    gates_of = routers.TokenChoiceRouter.gates_of
+
+    def reading(router, logits):
+        return gates_of(router, logits / float(logits.max()))
+
+    monkeypatch.setattr(routers.TokenChoiceRouter, "gates_of", reading)
+    inputs = torch.tensor(images(2, 16, 8, 3))
+    # The page on values that only the data tell.
+    with pytest.raises(torch._dynamo.exc.UserError, match="constrain-as-size"):
+        Compiled(model).call(inputs)
+
+
+# PyTorch's compiler imports what PyTorch deprecates.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_fit_compiled_is_fit():
+    x, y, trained = images(6, 16, 8, 3), np.arange(6) % 3, []
+    for compiled in (False, True):
+        keras.utils.set_random_seed(0)
+        model = small_classifier(**ONE_BLOCK)
+        model.compile(jit_compile=compiled)
+        history = model.fit(x, y, batch_size=3, shuffle=False, verbose=0).history
+        weights = [np.array(v.value.detach()) for v in model.variables]
+        trained.append((weights, [history[key] for key in sorted(history)]))
+    (weights, history), (expected, its_history) = trained
+    assert_close(weights, expected, 1e-4, 1e-5)
+    assert_close(history, its_history, 1e-5)
