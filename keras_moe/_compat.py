@@ -13,6 +13,7 @@ import os
 import random
 import re
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
@@ -247,18 +248,65 @@ def step_maker(model: Any, name: str, make: Callable) -> Callable:
         return make
     optimizer = model.optimizer if name == "train_function" else None
     by_values = ("gradient_accumulation_steps", "ema_overwrite_frequency")
-    # These read a scale or a learning rate.
-    kinds = keras.optimizers
-    readers = kinds.LossScaleOptimizer, kinds.SGD, kinds.Adadelta
-    if isinstance(optimizer, readers) or any(
-        getattr(optimizer, argument, None) for argument in by_values
-    ):
-        # Not the same at every step: Keras's own form, which is several graphs.
-        return make
+    read = [x for x in by_values if getattr(optimizer, x, None)]
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        read.append("a loss scale")
+    if read:
+        return functools.partial(make_eager_step, model, make, read[0])
     from keras_moe._backends.torch_graphs import make_step
 
-    step = name.replace("function", "step")
-    return functools.partial(make_step, model, name, step, recording)
+    def step(data, rates):
+        trains = name == "train_function"
+        with at_rates(model.optimizer, rates) if trains else contextlib.nullcontext():
+            return getattr(model, name.replace("function", "step"))(data)
+
+    return functools.partial(make_step, model, name, step, scheduled_rates, recording)
+
+
+def make_eager_step(model: Any, make: Callable, reads: str, force: bool = False) -> Any:
+    """Keras's step, uncompiled: its optimizer decides by values what a step does."""
+    warnings.warn(
+        f"The optimizer has {reads}, so a step is no one graph: it runs uncompiled, as "
+        "with jit_compile=False.",
+        stacklevel=2,
+    )
+    kept, model.jit_compile = model.jit_compile, False
+    try:
+        return make(force)
+    finally:
+        model.jit_compile = kept
+
+
+def scheduled_rates(model: Any) -> list:
+    """The learning rate that a schedule or function gives now, if there is one."""
+    rate = rate_or_schedule(model.optimizer)
+    if isinstance(rate, keras.Variable):
+        return []
+    return [keras.ops.convert_to_tensor(model.optimizer._get_current_learning_rate())]
+
+
+@contextlib.contextmanager
+def at_rates(optimizer: Any, rates: list) -> Iterator[None]:
+    """The optimizer has these `scheduled_rates`, and reads the value of none."""
+    from keras.src.backend.torch.optimizers.torch_parallel_optimizer import (
+        TorchParallelOptimizer as Parallel,
+    )
+
+    kinds, kept = keras.optimizers, optimizer._learning_rate
+    update = Parallel._backend_update_step
+    try:
+        if rates:
+            optimizer._learning_rate = lambda: rates[0]
+        if isinstance(optimizer, (kinds.SGD, kinds.Adadelta, kinds.Nadam)):
+            # Their forms for PyTorch take numbers; those of all backends do not.
+            Parallel._backend_update_step = lambda own, *args: super(
+                Parallel, own
+            )._backend_update_step(*args)
+        yield
+    finally:
+        Parallel._backend_update_step = update
+        if rates:
+            optimizer._learning_rate = kept
 
 
 # Optimizers and variables.

@@ -63,16 +63,25 @@ class Region:
 
 
 def make_step(
-    model: Any, name: str, step: str, recording: Callable, force: bool = False
+    model: Any,
+    name: str,
+    step: Callable,
+    rates_of: Callable,
+    recording: Callable,
+    force: bool = False,
 ) -> Callable:
-    """Makes a step of `fit`, `evaluate` or `predict` that is one compiled graph."""
+    """Makes a step of `fit`, `evaluate` or `predict` that is one compiled graph.
+
+    `step` is a function of a batch and of the learning rates that `rates_of(model)`
+    returns before each step: a schedule may choose by the number of the step.
+    """
     made = getattr(model, name)
     if made is not None and not force:
         return made
     trains = name == "train_function"
-    region = Region(model, getattr(model, step), recording, trains)
+    region = Region(model, step, recording, trains)
     compiled = torch.compile(
-        lambda values, data: region.run(values, (data,), {})[0], fullgraph=True
+        lambda values, *args: region.run(values, args, {})[0], fullgraph=True
     )
     variables = []
 
@@ -85,7 +94,8 @@ def make_step(
             data = data[:-1]
         data = keras.tree.map_structure(_of_any_size, data)
         with torch.no_grad():
-            return compiled([variable.value for variable in variables], data)
+            rates = rates_of(model) if trains else []
+            return compiled([variable.value for variable in variables], data, rates)
 
     setattr(model, name, compiled_step)
     return compiled_step
