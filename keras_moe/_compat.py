@@ -263,6 +263,15 @@ def step_maker(model: Any, name: str, make: Callable) -> Callable:
     return functools.partial(make_step, model, name, step, scheduled_rates, recording)
 
 
+def compiled(model: Any, function: Callable) -> Callable:
+    """A function of tensors that calls a model, on PyTorch as one graph if compiled."""
+    if keras.backend.backend() != "torch" or not model.jit_compile:
+        return function
+    from keras_moe._backends.torch_graphs import compiled
+
+    return compiled(model, function, recording)
+
+
 def make_eager_step(model: Any, make: Callable, reads: str, force: bool = False) -> Any:
     """Keras's step, uncompiled: its optimizer decides by values what a step does."""
     warnings.warn(

@@ -62,6 +62,26 @@ class Region:
         return outputs, losses
 
 
+def compiled(
+    model: Any, function: Callable, recording: Callable, trains: bool = False
+) -> Callable:
+    """A function of tensors, which calls a model, as one compiled graph."""
+    region, kept = Region(model, function, recording, trains), []
+    program = torch.compile(
+        lambda values, *args: region.run(values, args, {})[0], fullgraph=True
+    )
+
+    def run(*args):
+        variables = kept or region.variables()
+        if trains:
+            # Those of training stay, and listing them takes time.
+            kept[:] = variables
+        with torch.no_grad():
+            return program([variable.value for variable in variables], *args)
+
+    return run
+
+
 def make_step(
     model: Any,
     name: str,
@@ -79,23 +99,16 @@ def make_step(
     if made is not None and not force:
         return made
     trains = name == "train_function"
-    region = Region(model, step, recording, trains)
-    compiled = torch.compile(
-        lambda values, *args: region.run(values, args, {})[0], fullgraph=True
-    )
-    variables = []
+    run = compiled(model, step, recording, trains)
 
     def compiled_step(batches):
-        # The optimizer has its variables now, and keeps them.
-        variables.extend([] if variables else region.variables())
         data = keras.utils.unpack_x_y_sample_weight(batches[0])
         while data[-1] is None:
             # Dynamo takes no None here.
             data = data[:-1]
         data = keras.tree.map_structure(_of_any_size, data)
         with torch.no_grad():
-            rates = rates_of(model) if trains else []
-            return compiled([variable.value for variable in variables], data, rates)
+            return run(data, rates_of(model) if trains else [])
 
     setattr(model, name, compiled_step)
     return compiled_step

@@ -53,8 +53,9 @@ class CausalMask(keras.layers.Layer):
         index = ops.cumsum(ops.ones_like(documents), axis=1) - 1
         own, at = documents, index
         if num_queries is not None:
-            shape = (ops.shape(documents)[0], num_queries)
-            own, at = (ops.slice(x, (0, start), shape) for x in (documents, index))
+            # A slice at a place that a tensor tells is no part of a PyTorch graph.
+            places = ops.cast(start, "int32") + ops.arange(num_queries)
+            own, at = (ops.take(x, places, axis=1) for x in (documents, index))
         own, at = ops.expand_dims(own, 2), ops.expand_dims(at, 2)
         documents, index = ops.expand_dims(documents, 1), ops.expand_dims(index, 1)
         same = ops.logical_and(own == documents, documents != 0)

@@ -8,6 +8,7 @@ import pytest
 
 from keras_moe import routers, training
 from tests.compare import assert_close
+from tests.models.test_language_models import IDS, language_model
 from tests.pair_models import PAIRS, one_block
 from tests.small_models import (
     ONE_BLOCK,
@@ -36,6 +37,13 @@ FAMILIES = {
 }
 IN_PLACE = {"copy_experts": 1, "constant_experts": 1, "gating_residual": True}
 SHAPE = (16, 8, 2)
+
+
+@pytest.fixture
+def quickly(monkeypatch):
+    """Compiles without code for machines, which takes most of the time."""
+    compile = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", compile)
 
 
 @pytest.fixture(autouse=True)
@@ -153,13 +161,11 @@ def fitted(optimizer, **arguments):
 # PyTorch's compiler imports what PyTorch deprecates.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "auto"])
-def test_fit_compiled_is_fit(name, monkeypatch):
+def test_fit_compiled_is_fit(name, request):
     make = OPTIMIZERS.get(name, lambda: name)
     expected, its_history = fitted(make(), jit_compile=False)
     if name != "auto":
-        # One of them is made code for machines, which takes most of the time.
-        compile = functools.partial(torch.compile, backend="aot_eager")
-        monkeypatch.setattr(torch, "compile", compile)
+        request.getfixturevalue("quickly")
     weights, history = fitted(make(), jit_compile=True)
     # Adam divides gradients that are zero but for rounding by their size.
     for one, other in zip(weights, expected, strict=True):
@@ -175,3 +181,36 @@ def test_what_a_step_does_by_values_runs_uncompiled():
         weights, _ = fitted(keras.optimizers.AdamW(**arguments), jit_compile=True)
     for one, other in zip(weights, expected, strict=True):
         assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampler"),
+    [("moepp", "greedy"), ("mumoe", "beam"), ("mumoe", "contrastive")],
+)
+def test_generate_compiled_is_generate(kind, sampler, quickly):
+    model = language_model(kind)
+
+    def generated(rows, **arguments):
+        model.compile(sampler=sampler, **arguments)
+        mask = np.arange(8)[None] < np.array([3, 2, 4])[:, None]
+        prompts = {"token_ids": IDS[:rows], "padding_mask": mask[:rows]}
+        return model.generate(prompts, stop_token_ids=None)["token_ids"]
+
+    for rows in (1, 3):
+        expected = generated(rows)
+        assert (generated(rows, jit_compile=True) == expected).all()
+
+
+def test_generate_compiled_knows_later_adapters(quickly):
+    model = language_model("moepp")
+    prompts = {"token_ids": IDS, "padding_mask": np.arange(8)[None] < np.full((3, 1), 2)}
+    model.compile(sampler="greedy", jit_compile=True)
+    before = model.generate(prompts, stop_token_ids=None)["token_ids"]
+    model.backbone.enable_lora(2)
+    for variable in model.trainable_variables:
+        if "lora" in variable.path:
+            variable.assign(np.random.default_rng(0).normal(size=variable.shape))
+    after = model.generate(prompts, stop_token_ids=None)["token_ids"]
+    model.compile(sampler="greedy")
+    expected = model.generate(prompts, stop_token_ids=None)["token_ids"]
+    assert (after == expected).all() and (after != before).any()

@@ -1,9 +1,9 @@
-"""Seconds to build a model and to make its first step, beside Keras's layers alone.
+"""Seconds to build a model and to make its first step, beside dense ones.
 
     KERAS_BACKEND=jax python tools/benchmark/first_step.py
 
 Each case is built and fitted in a process of its own, in which nothing is compiled yet.
-The limit is a dense vision transformer of the same size from Keras's own layers.
+The others are the preset's dense twin and KerasHub's ViT of the same sizes.
 """
 
 import argparse
@@ -18,35 +18,31 @@ from runner import Report, rows_of_process, run
 from keras_moe import models
 
 # Presets, and the batch size of their first step.
-CASES = {"vmoe_digits": 16, "vit_s32": 16, "vit_b16": 1}
+CASES = {"vmoe_digits": 16, "vit_s32": 16, "vmoe_s32_last2_e8": 16}
+MODELS = ("ours", "dense twin", "keras_hub")
 
 
-def plain_transformer(config: dict[str, Any], num_classes: int) -> keras.Model:
-    """A dense vision transformer of Keras's layers.
+def new_model(case: str, name: str, num_classes: int) -> keras.Model:
+    """A preset, its dense twin, or KerasHub's dense transformer of the same sizes."""
+    own = {"moe_layers": None} if name == "dense twin" else {}
+    if name != "keras_hub":
+        options = {"num_classes": num_classes, "load_weights": False, **own}
+        return models.from_preset(case, **options)
+    import keras_hub
 
-    Args:
-        config: arguments of a backbone of the same sizes.
-        num_classes: number of outputs.
-    """
-    layers = keras.layers
-    dim, patch = config["hidden_dim"], config["patch_size"]
-    inputs = keras.Input(config["image_shape"])
-    x = layers.Conv2D(dim, patch, patch)(inputs)
-    x = layers.Reshape((-1, dim))(x)
-    for _ in range(config["num_layers"]):
-        heads = config["num_heads"]
-        normed = layers.LayerNormalization()(x)
-        x += layers.MultiHeadAttention(heads, dim // heads)(normed, normed)
-        hidden = layers.Dense(config["mlp_dim"], "gelu")(layers.LayerNormalization()(x))
-        x += layers.Dense(dim)(hidden)
-    x = layers.GlobalAveragePooling1D()(layers.LayerNormalization()(x))
-    return keras.Model(inputs, layers.Dense(num_classes)(x))
+    with models.resolve(case, {"num_classes": num_classes}) as blueprint:
+        config = blueprint.config
+    names = ("image_shape", "patch_size", "num_layers", "num_heads")
+    backbone = keras_hub.models.ViTBackbone(
+        **{name: config[name] for name in (*names, "hidden_dim", "mlp_dim")}
+    )
+    return keras_hub.models.ViTImageClassifier(backbone, num_classes, preprocessor=None)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--runs", type=int, default=3, help="processes of each case")
-    parser.add_argument("--child", choices=("ours", "plain"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=MODELS, help=argparse.SUPPRESS)
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
@@ -54,7 +50,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         report.table("times", [times(args.cases[0], args.child)], {})
         return
     for case in args.cases:
-        measured = {"ours": [], "plain": []}
+        measured = {name: [] for name in MODELS}
         for _ in range(args.runs):
             for name, rows in measured.items():
                 rows += rows_of_process("--cases", case, "--child", name)
@@ -72,15 +68,10 @@ def times(case: str, name: str) -> dict[str, Any]:
 
     Args:
         case: name among `CASES`.
-        name: `"ours"` or `"plain"`.
+        name: name among `MODELS`.
     """
-    with models.resolve(case, {"num_classes": 10}) as blueprint:
-        config = blueprint.config
     start, cpu = time.perf_counter(), time.process_time()
-    if name == "plain":
-        model = plain_transformer(config, 10)
-    else:
-        model = models.from_preset(case, num_classes=10, load_weights=False)
+    model = new_model(case, name, 10)
     built, built_cpu = time.perf_counter(), time.process_time()
     model.compile(
         keras.optimizers.Adam(1e-4),

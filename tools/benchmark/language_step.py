@@ -73,8 +73,10 @@ def logits_memory(
     return {"in chunks": temporary(None), "whole": temporary(length)}
 
 
-def decoding(length: int = 64, prompt: int = 8) -> dict[str, Callable[[], Any]]:
-    """Continuations of one prompt, here and by KerasHub's Mixtral."""
+def decoding(
+    length: int = 64, prompt: int = 8, compiled: bool = False
+) -> dict[str, Callable[[], Any]]:
+    """Continuations of one prompt, here (compiled?) and by KerasHub's Mixtral."""
     import keras_hub
 
     sizes = {"vocabulary_size": 4096, "num_layers": 4, "hidden_dim": 256}
@@ -100,7 +102,8 @@ def decoding(length: int = 64, prompt: int = 8) -> dict[str, Callable[[], Any]]:
     hub = keras_hub.models.MixtralCausalLM(mixtral, preprocessor=None)
     candidates = {}
     for name, model in (("keras_moe", ours), ("keras_hub", hub)):
-        model.compile(sampler="greedy")
+        own = {"jit_compile": True} if compiled and model is ours else {}
+        model.compile(sampler="greedy", **own)
         candidates[name] = lambda model=model: model.generate(text, stop_token_ids=None)
     return candidates
 

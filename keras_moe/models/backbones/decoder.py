@@ -250,8 +250,7 @@ class DecoderBackbone(ReadsTexts, MoEBackbone):
         mask, positions = self.get_layer("causal_mask")(
             documents, start=start, num_queries=length
         )
-        shape = (ops.shape(token_ids)[0], length)
-        is_token = ops.slice(documents, (0, start), shape) != 0
+        is_token = ops.take(documents, start + ops.arange(length), axis=1) != 0
         encoded = _encoded(
             self._built_tower(), token_ids, mask, positions, is_token, cache, start
         )

@@ -12,7 +12,7 @@ import numpy as np
 from keras import ops
 
 from keras_moe._checks import check_integer, unfit
-from keras_moe._compat import ONE_AT_A_TIME, compiled_once
+from keras_moe._compat import ONE_AT_A_TIME, compiled, compiled_once
 from keras_moe._types import DType, Tensor
 from keras_moe.losses import next_tokens, token_log_likelihoods
 from keras_moe.losses.language import logit_log_likelihoods
@@ -428,11 +428,18 @@ class CausalLM(base.LabellessTask, HubCausalLM):
     def make_generate_function(self) -> Callable[..., dict]:
         with ONE_AT_A_TIME:
             if self.generate_function is None:
+                self._compiled_logits = compiled(self, self._logits_after)
                 function = super().make_generate_function()
                 if keras.backend.backend() == "jax":
                     function = compiled_once(function)
                 self.generate_function = function
             return self.generate_function
+
+    def _logits_after(self, ids, cache, start):
+        """The logits after one more token of each text, its outputs and the cache."""
+        tokens, cache = self.backbone.call_with_cache(ids, cache, start)
+        logits = self.backbone.logits(tokens)
+        return ops.squeeze(logits, 1), ops.squeeze(tokens, 1), cache
 
     def generate_step(self, inputs: dict, stop_token_ids: Any = None) -> dict:
         """Generates a batch; compiled by `make_generate_function`."""
@@ -447,12 +454,12 @@ class CausalLM(base.LabellessTask, HubCausalLM):
         mask = ops.where(is_prompt, prompt_mask, last)
         cache["padding_mask"] = mask
 
+        logits_after = getattr(self, "_compiled_logits", self._logits_after)
+
         def next_logits(prompt, cache, index):
             shape = (ops.shape(prompt)[0], 1)
             ids = ops.slice(prompt, (0, index - 1), shape)
-            tokens, cache = backbone.call_with_cache(ids, cache, index - 1)
-            logits = backbone.logits(tokens)
-            return ops.squeeze(logits, 1), ops.squeeze(tokens, 1), cache
+            return logits_after(ids, cache, index - 1)
 
         token_ids = self.sampler(
             next=next_logits,
