@@ -321,6 +321,15 @@ def at_rates(optimizer: Any, rates: list) -> Iterator[None]:
 # Optimizers and variables.
 
 
+def build_optimizer(model: Any) -> None:
+    """Makes the optimizer's variables now: within a step, TensorFlow traces it twice."""
+    optimizer, trained = model.optimizer, model.trainable_variables
+    if keras.backend.backend() != "tensorflow" or optimizer.built or not trained:
+        return
+    with model.distribute_strategy.scope():
+        optimizer.build(trained)
+
+
 def moving_averages(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """Returns the averages of the weights; the public method overwrites the weights."""
     return list(optimizer._model_variables_moving_average)

@@ -162,6 +162,7 @@ class MoEModel(Exportable, TorchParameters):
 
     def make_train_function(self, force: bool = False) -> object:
         _compat.keep_no_steps(self.optimizer)
+        _compat.build_optimizer(self)
         make = _compat.step_maker(self, "train_function", super().make_train_function)
         return _input_checks.make_step(self, "train_function", make, force)
 
