@@ -322,7 +322,7 @@ def at_rates(optimizer: Any, rates: list) -> Iterator[None]:
 
 
 def build_optimizer(model: Any) -> None:
-    """Makes the optimizer's variables now: within a step, TensorFlow traces it twice."""
+    """Makes the optimizer's variables: within a step, TensorFlow traces it twice."""
     optimizer, trained = model.optimizer, model.trainable_variables
     if keras.backend.backend() != "tensorflow" or optimizer.built or not trained:
         return

@@ -112,6 +112,16 @@ def copy_freezing(
         )
 
 
+def set_trainable(layer: keras.layers.Layer, value: object) -> None:
+    """Freezes a layer with all its parts, or thaws them.
+
+    On TensorFlow, Keras ignores `layer.trainable = True` where that is what it was, and
+    leaves parts frozen that were frozen by themselves.
+    """
+    for part in layer._flatten_layers():
+        keras.layers.Layer.trainable.fset(part, value)
+
+
 class KeepsFrozen:
     """Layers with parts that `trainable=False` freezes; a config knows which are."""
 
@@ -119,6 +129,9 @@ class KeepsFrozen:
     _frozen_when_built: tuple[str, ...] = ()
 
     def __setattr__(self, name, value):
+        if name == "trainable":
+            set_trainable(self, value)  # pyright: ignore[reportArgumentType]
+            return
         is_part = isinstance(value, keras.layers.Layer)
         if is_part and not getattr(self, "trainable", True):
             value.trainable = False

@@ -95,6 +95,7 @@ def test_what_is_frozen_stays_frozen(kind, tmp_path):
         assert moved(other) == changed, way
 
 
+@pytest.mark.every_backend
 def test_a_hand_written_list_of_what_is_trained(tmp_path):
     model = vit(**MOE)
     model.backbone.trainable = False
@@ -118,6 +119,10 @@ def test_a_hand_written_list_of_what_is_trained(tmp_path):
     # A frozen layer is one entry, and what is trained has none.
     model.backbone.trainable = True
     assert "frozen" not in model.backbone.get_config()
+    # Keras's own layers, too, of which one was frozen by its weight.
+    block.mixer_norm.beta.trainable = False
+    block.trainable = True
+    assert block.mixer_norm.beta.trainable
     block.trainable = model.output_dense.trainable = False
     assert model.backbone.get_config()["frozen"] == ["block_1"]
     assert model.get_config()["frozen"] == ["predictions"]
@@ -178,6 +183,7 @@ def test_unknown_paths_are_refused(frozen, received):
     refuses("trainable=0", models.ViTBackbone.from_config, {**IMAGE, "trainable": 0})
 
 
+@pytest.mark.every_backend
 def test_upcycled_and_composed_models_are_frozen_alike():
     dense = vit()
     dense.backbone.trainable = False

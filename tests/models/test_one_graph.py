@@ -203,7 +203,8 @@ def test_generate_compiled_is_generate(kind, sampler, quickly):
 
 def test_generate_compiled_knows_later_adapters(quickly):
     model = language_model("moepp")
-    prompts = {"token_ids": IDS, "padding_mask": np.arange(8)[None] < np.full((3, 1), 2)}
+    is_prompt = np.arange(8)[None] < np.full((3, 1), 2)
+    prompts = {"token_ids": IDS, "padding_mask": is_prompt}
     model.compile(sampler="greedy", jit_compile=True)
     before = model.generate(prompts, stop_token_ids=None)["token_ids"]
     model.backbone.enable_lora(2)
@@ -213,4 +214,5 @@ def test_generate_compiled_knows_later_adapters(quickly):
     after = model.generate(prompts, stop_token_ids=None)["token_ids"]
     model.compile(sampler="greedy")
     expected = model.generate(prompts, stop_token_ids=None)["token_ids"]
-    assert (after == expected).all() and (after != before).any()
+    assert (after == expected).all()
+    assert (after != before).any()
