@@ -297,10 +297,9 @@ def scheduled_rates(model: Any) -> list:
 @contextlib.contextmanager
 def at_rates(optimizer: Any, rates: list) -> Iterator[None]:
     """The optimizer has these `scheduled_rates`, and reads the value of none."""
-    from keras.src.backend.torch.optimizers.torch_parallel_optimizer import (
-        TorchParallelOptimizer as Parallel,
-    )
+    from keras.src.backend.torch.optimizers import torch_parallel_optimizer
 
+    Parallel: Any = torch_parallel_optimizer.TorchParallelOptimizer
     kinds, kept = keras.optimizers, optimizer._learning_rate
     update = Parallel._backend_update_step
     try:

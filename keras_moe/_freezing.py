@@ -112,14 +112,15 @@ def copy_freezing(
         )
 
 
-def set_trainable(layer: keras.layers.Layer, value: object) -> None:
+def set_trainable(layer: Any, value: object) -> None:
     """Freezes a layer with all its parts, or thaws them.
 
     On TensorFlow, Keras ignores `layer.trainable = True` where that is what it was, and
     leaves parts frozen that were frozen by themselves.
     """
+    trainable: Any = keras.layers.Layer.trainable
     for part in layer._flatten_layers():
-        keras.layers.Layer.trainable.fset(part, value)
+        trainable.__set__(part, value)
 
 
 class KeepsFrozen:
@@ -130,7 +131,7 @@ class KeepsFrozen:
 
     def __setattr__(self, name, value):
         if name == "trainable":
-            set_trainable(self, value)  # pyright: ignore[reportArgumentType]
+            set_trainable(self, value)
             return
         is_part = isinstance(value, keras.layers.Layer)
         if is_part and not getattr(self, "trainable", True):
