@@ -272,7 +272,9 @@ def compiled(model: Any, function: Callable) -> Callable:
     return compiled(model, function, recording)
 
 
-def make_eager_step(model: Any, make: Callable, reads: str, force: bool = False) -> Any:
+def make_eager_step(
+    model: keras.Model, make: Callable, reads: str, force: bool = False
+) -> object:
     """Keras's step, uncompiled: its optimizer decides by values what a step does."""
     warnings.warn(
         f"The optimizer has {reads}, so a step is no one graph: it runs uncompiled, as "
@@ -286,7 +288,7 @@ def make_eager_step(model: Any, make: Callable, reads: str, force: bool = False)
         model.jit_compile = kept
 
 
-def scheduled_rates(model: Any) -> list:
+def scheduled_rates(model: keras.Model) -> list:
     """The learning rate that a schedule or function gives now, if there is one."""
     rate = rate_or_schedule(model.optimizer)
     if isinstance(rate, keras.Variable):
@@ -295,7 +297,7 @@ def scheduled_rates(model: Any) -> list:
 
 
 @contextlib.contextmanager
-def at_rates(optimizer: Any, rates: list) -> Iterator[None]:
+def at_rates(optimizer: keras.optimizers.Optimizer, rates: list) -> Iterator[None]:
     """The optimizer has these `scheduled_rates`, and reads the value of none."""
     from keras.src.backend.torch.optimizers import torch_parallel_optimizer
 
@@ -318,6 +320,16 @@ def at_rates(optimizer: Any, rates: list) -> Iterator[None]:
 
 
 # Optimizers and variables.
+
+
+def set_trainable(layer: Any, value: object) -> None:
+    """Freezes a layer with all its parts, or thaws them.
+
+    On TensorFlow, Keras ignores `layer.trainable = True` where that is what it was, and
+    leaves parts frozen that were frozen by themselves.
+    """
+    for part in layer._flatten_layers():
+        type(part).trainable.__set__(part, value)
 
 
 def build_optimizer(model: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from keras_moe._checks import nearest, unfit
-from keras_moe._compat import flatten_layers, own_variables
+from keras_moe._compat import flatten_layers, own_variables, set_trainable
 from keras_moe._types import Config
 
 FROZEN = "frozen"
@@ -110,17 +110,6 @@ def copy_freezing(
             f"layers there: {lost}",
             stacklevel=4,
         )
-
-
-def set_trainable(layer: Any, value: object) -> None:
-    """Freezes a layer with all its parts, or thaws them.
-
-    On TensorFlow, Keras ignores `layer.trainable = True` where that is what it was, and
-    leaves parts frozen that were frozen by themselves.
-    """
-    trainable: Any = keras.layers.Layer.trainable
-    for part in layer._flatten_layers():
-        trainable.__set__(part, value)
 
 
 class KeepsFrozen:

@@ -14,7 +14,6 @@ import keras_hub
 
 from keras_moe import _compat
 from keras_moe._checks import unfit
-from keras_moe._freezing import set_trainable
 from keras_moe._types import Config, KerasModel
 from keras_moe.models import registry
 from keras_moe.models.base import _input_checks
@@ -97,7 +96,7 @@ class MoEModel(Exportable, TorchParameters):
             # It has only arrays: inspecting them at every step would be slow.
             object.__setattr__(self, name, value)
         elif name == "trainable":
-            set_trainable(self, value)
+            _compat.set_trainable(self, value)
         else:
             super().__setattr__(name, value)
 
