@@ -26,7 +26,6 @@ _FEW = 12
 
 
 def _expect(fits: object, what: str, name: str, value: object) -> None:
-    """Raises ValueError for a value of this name that does not fit."""
     if not fits:
         raise unfit(what, **{name: value})
 
@@ -272,10 +271,8 @@ def check_affinity(
         check_integer("capacity", capacity)
     # TensorFlow may know one of the shapes less well while it traces.
     if mask is not None and not fits_shape(mask.shape, affinity.shape[:2]):
-        raise ValueError(
-            f"Expected a mask of shape (groups, tokens)={tuple(affinity.shape[:2])}; "
-            f"received: mask.shape={tuple(mask.shape)}"
-        )
+        expected = f"a mask of shape (groups, tokens)={tuple(affinity.shape[:2])}"
+        raise unfit(expected, f"mask.shape={tuple(mask.shape)}")
 
 
 def import_extra(module: str, message: str, extra: str | None = None) -> ModuleType:
@@ -321,10 +318,8 @@ def argument_values(instance: object, base: type) -> "Config":
 def check_concrete(cls: type, base: type, example: str) -> None:
     """Raises ValueError for a base class, whose instances could not be loaded."""
     if cls is base:
-        raise ValueError(
-            f"Expected a class that extends {base.__name__}, such as {example}; "
-            f"received: {base.__name__} itself"
-        )
+        expected = f"a class that extends {base.__name__}, such as {example}"
+        raise unfit(expected, f"{base.__name__} itself")
 
 
 def check_argument_names(

@@ -204,7 +204,6 @@ def sync_folder(path: str | os.PathLike) -> None:
 
 
 def _sync_tree(path: str | os.PathLike) -> None:
-    """Syncs a folder and everything in it to disk."""
     for parent, _, names in os.walk(path):
         for name in names:
             file = os.path.join(parent, name)

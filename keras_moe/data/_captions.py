@@ -235,7 +235,6 @@ def captions_of_classes(examples: Examples, options: CaptionOptions) -> Examples
 
 
 def _with_features(examples: Examples, function: Callable) -> Examples:
-    """Replaces the features of examples by a function of item and features."""
     changed = copy.copy(examples)
     changed.read = lambda item: function(item, examples.read(item))
     return changed

@@ -186,10 +186,8 @@ def _files_of(
     for name, classes in listed.items():
         file = root / split / name
         if file not in there or not _files.is_image(name):
-            raise ValueError(
-                f"Expected images ({_SUFFIXES}) relative to the folder of {path}; "
-                f"received: {name!r}"
-            )
+            expected = f"images ({_SUFFIXES}) relative to the folder of {path}"
+            raise unfit(expected, f"{name!r}")
         found.append((file, classes))
     return found
 

@@ -105,7 +105,6 @@ def no_targets(features: dict[str, Any], key: Tensor) -> None:
 
 
 def _check_count(examples: Examples, settings: BatchSettings) -> None:
-    """Validates that the examples fill a batch on all hosts."""
     share = settings.share
     count, batch_size = examples.count, share.batch_size * share.count
     if (settings.start_batch is not None and count < batch_size) or (
@@ -207,7 +206,6 @@ class _Passes:
 
 
 def _prepared(examples: Examples, settings: BatchSettings, prepare: Callable):
-    """Maps `prepare` over all elements, in parallel and in order."""
     passes = _Passes(examples, settings)
 
     def elements(run):

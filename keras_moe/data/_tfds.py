@@ -174,7 +174,6 @@ def _features(name: str, info: Any) -> tuple[str, str]:
 
 
 def _decode(feature: Any) -> Callable:
-    """Returns the function that decodes a stored image."""
     return decode_image if feature.shape[-1] == 3 else feature.decode_example
 
 

@@ -140,7 +140,6 @@ def joined(documents: Iterable[Sequence[int]], dtype: str) -> list[np.ndarray]:
 
 
 def _arrays(token_ids, lengths):
-    """Returns the arrays of a shard."""
     begins = np.zeros(len(token_ids), bool)
     begins[(np.cumsum(lengths) - lengths)[lengths > 0]] = True
     return {"token_ids": token_ids, "begins": np.packbits(begins)}

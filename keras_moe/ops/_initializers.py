@@ -188,7 +188,6 @@ class PerExpert(keras.initializers.Initializer):
 
 
 def _own_seed(initializer):
-    """The seed that the user gave an initializer, if any."""
     if isinstance(initializer, PerExpert):
         return _own_seed(initializer.initializer)
     if not isinstance(initializer, keras.initializers.Initializer):

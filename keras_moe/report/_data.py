@@ -140,7 +140,6 @@ def labels_of(labels: object) -> np.ndarray | None:
 
 
 def _check_inputs(inputs, model):
-    """Checks inputs before anything is computed."""
     expected = model.input
     if not isinstance(expected, dict):
         expected = {"images": expected}
@@ -160,7 +159,6 @@ def _check_inputs(inputs, model):
 
 
 def _check_range(images, preprocessor):
-    """Raises ValueError for images that were not prepared for the model."""
     values = np.abs(images[np.isfinite(images)])
     # A smaller standard deviation makes larger images.
     most = _FAR * max(0.5 / np.min(getattr(preprocessor, "std", 0.5)), 1.0)

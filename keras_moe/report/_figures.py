@@ -146,7 +146,6 @@ def _draw_map(
 
 
 def _expert_ticks(num_experts):
-    """Expert numbers to label on an axis."""
     step = 2 ** max(math.ceil(math.log2(num_experts / 12)), 0)
     return np.arange(num_experts)[::step]
 

@@ -358,7 +358,6 @@ def import_jinja2() -> ModuleType:
 
 
 def _cell_text(cell):
-    """A table cell as text."""
     if isinstance(cell, int) and not isinstance(cell, bool):
         return f"{cell:,}"
     return f"{cell:,.4g}" if isinstance(cell, float) else cell

@@ -336,7 +336,6 @@ def dotted_names(section: str) -> dict[str, str]:
 
 
 def _changes_by_section(current, overrides) -> dict[str, Any]:
-    """Groups overrides by section."""
     changes: dict[str, Any] = {}
     for name, value in overrides.items():
         top, *rest = name.split(".")
@@ -354,7 +353,6 @@ def _changes_by_section(current, overrides) -> dict[str, Any]:
 
 
 def _settings_of(section, value) -> dict[str, Any]:
-    """Returns the settings of a section given as an object or a dict."""
     if isinstance(value, Section):
         return value.to_dict()
     if not isinstance(value, Mapping):

@@ -267,7 +267,6 @@ class _Run:
 
 
 def _trained(run, checkpoint, callbacks, verbose) -> Training:
-    """Trains from the newest checkpoint to the end."""
     step = 0
     if checkpoint is not None:
         step = checkpoint.restore(run.model)

@@ -264,7 +264,6 @@ class RunCheckpoint(Callback):
             self.best_step, self.best_row = best
 
     def _check(self, checkpoint: Checkpoint):
-        """Compares the settings with the checkpoint's."""
         state = checkpoint.state
         saved = {**state["settings"], "steps_per_epoch": state["steps_per_epoch"]}
         given = {**self.settings, "steps_per_epoch": self.steps_per_epoch}

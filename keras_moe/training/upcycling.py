@@ -218,7 +218,6 @@ def upcycle(
 
 
 def _check_dense(model, towers):
-    """Validates that the towers are dense, unquantised and without LoRA adapters."""
     routing = getattr(model, "backbone", model).routing
     if sparse := [name for tower in towers for name in _names_of(tower, routing)]:
         raise unfit("a dense model", f"one with mixtures of experts in {sparse}")
@@ -236,7 +235,6 @@ def _check_dense(model, towers):
 
 
 def _names_of(tower, names):
-    """Returns the block names of a tower, or all without towers."""
     return [name for name in names if tower is None or name.startswith(f"{tower}/")]
 
 

@@ -140,7 +140,6 @@ def _towers(config):
 
 
 def _moe_layers(backbone, towers):
-    """Returns the MoE layers with prunable experts, by block name."""
     layers = {}
     for key in backbone.routing:
         if key.endswith("/token_mixer"):

@@ -104,7 +104,6 @@ def check_inputs(model: KerasModel, inputs: object, owner: object = None) -> Non
 
 
 def _check_patches(model, inputs):
-    """Raises ValueError if patches and grids of images do not fit."""
     most = getattr(model, "backbone", model).max_patches
     if not isinstance(inputs, dict):
         if is_array(inputs):

@@ -132,7 +132,6 @@ def _both_towers(model):
 
 
 def _encoder_spec(model, encoder, names):
-    """Returns the spec of an encoder within a model, with full weight names."""
     has_head = isinstance(model, (_hub.ViTImageClassifier, _hub.CLIPBackbone))
     around = model if has_head else None
     if isinstance(encoder, _TEXTS):

@@ -151,7 +151,6 @@ def _image_spec(file, config, overrides):
 
 
 def _activation(model):
-    """Returns the activation in a config; None without one."""
     if not model:
         return None
     return "quick_gelu" if model.get("quick_gelu") else "gelu"

@@ -156,7 +156,6 @@ def compare_preset(folder: str | os.PathLike) -> None:
 
 
 def _read_json(path) -> Any:
-    """The content of a JSON file, or None if it is damaged."""
     try:
         return json.loads(_files.read_text(path))
     except (OSError, RecursionError, ValueError):

@@ -133,7 +133,6 @@ def _finish(folder, target):
 
 
 def _saved_variables(model, skipped):
-    """Returns the variables that Keras saves, including the optimizer's."""
     owners = [model, *filter(None, [getattr(model, "optimizer", None)])]
     left_out = {id(x) for owner in skipped for x in owner.variables}
     variables = {id(x): x for owner in owners for x in owner.variables}
@@ -141,7 +140,6 @@ def _saved_variables(model, skipped):
 
 
 def _size_of(variables: Iterable[keras.Variable]) -> int:
-    """Returns the file size for these variables, in bytes."""
     return sum(
         _OVERHEAD
         + math.prod(x.shape)
@@ -178,7 +176,6 @@ def checked_weights(filepath: str | os.PathLike) -> Iterator[None]:
 
 
 def _damage(file: Path) -> str | None:
-    """Returns why a file cannot be read, or None."""
     try:
         with h5py.File(file, "r") as hdf5:
             # One at a time, to save memory.

@@ -247,8 +247,6 @@ def _forward(split, activation, rows, group_sizes, weights, keep):
 
 
 def _backward(split, activation, rows, group_sizes, weights, kept, upstream):
-    """The gradients in the rows and the weights."""
-
     def on_device(rows, group_sizes, weights, kept, upstream):
         (rows,), (group_sizes,), (upstream,) = rows, group_sizes, upstream
         kept = tuple(x[0] for x in kept)

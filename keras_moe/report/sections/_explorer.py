@@ -114,7 +114,6 @@ class Explorer(Section):
         return _markup.parts().pictures(images, cell * columns, cell * rows)
 
     def _data(self, examples, names, kept):
-        """The script's data."""
         layers = []
         for name, keys in self._layers.items():
             block = self._blocks[next(iter(keys.values()))]
@@ -187,7 +186,6 @@ class Explorer(Section):
 
 
 def _routing_data(examples):
-    """The examples for report.json."""
     data = []
     for number, example in examples.items():
         fields = example._asdict()
