@@ -265,18 +265,13 @@ class TokenChoiceRouter(SparseRouter):
             # Tokens choose the K largest of g_i + b_i; g_i weighs the outputs.
             affinity = affinity + ops.convert_to_tensor(self.selection_bias)
         choices = None
-        if training and self._is_balanced:
+        is_trained = self.trainable and self.kernel.trainable and not is_transformed()
+        if training and self.selection_bias_rate and is_trained:
             choices = top_experts(affinity, gates, self.num_selected_experts)
             self._balance(choices[0], mask)
         capacity = self.group_capacity(ops.shape(affinity)[1], training)
         priority = self.served_by(affinity, modality_ids, training)
         return self.choose(affinity, gates, mask, capacity, priority, choices=choices)
-
-    @property
-    def _is_balanced(self):
-        """Whether training moves the selection bias."""
-        is_trained = self.trainable and self.kernel.trainable
-        return self.selection_bias_rate and is_trained and not is_transformed()
 
     def _balance(self, experts, mask):
         """Moves the selection bias against the load, once for each step."""
