@@ -148,21 +148,18 @@ def _is_finite(value: Any) -> bool:
 
 
 def check_bool(name: str, value: object) -> bool:
-    """Returns `value`; it must be True or False."""
     if not isinstance(value, bool):
         raise unfit(f"{name} to be True or False", **{name: value})
     return value
 
 
 def check_string(name: str, value: object) -> str:
-    """Returns `value`; it must be a string."""
     if not isinstance(value, str):
         raise unfit(f"{name} to be a string", **{name: value})
     return value
 
 
 def check_one_of(name: str, value: T, allowed: Collection) -> T:
-    """Returns `value`; it must be one of `allowed`."""
     if value not in allowed:
         raise unfit(f"{name} to be one of {tuple(allowed)}", **{name: value})
     return value

@@ -51,7 +51,6 @@ def random_caption(texts: dict[str, Any], key: Tensor) -> dict[str, Any]:
 
 
 def first_caption(texts: dict[str, Any], key: Tensor) -> dict[str, Any]:
-    """Chooses the first of the captions of an image."""
     return select_caption(texts, 0)
 
 

@@ -51,7 +51,6 @@ _SPLIT_NAME = re.compile(
 
 
 def find_classes(path: str, data_dir: str | None = None) -> Classes:
-    """Returns the classes of all splits together."""
     root = Path(path)
     splits = _class_folders(root)
     if None not in splits.values():

@@ -33,7 +33,6 @@ class BatchSettings(NamedTuple):
 
     @property
     def mixes_labels(self) -> bool:
-        """Whether the augmentation mixes labels."""
         return any(step.mixes_labels for step in self.steps)
 
 
@@ -173,7 +172,6 @@ class _Passes:
         self.cardinality = self.length
 
     def count(self, run: Tensor) -> Tensor | int:
-        """Returns the number of elements of a run."""
         if not self.endless:
             return self.length
         return self.passes * self.length - self._skipped(run)

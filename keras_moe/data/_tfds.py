@@ -88,7 +88,6 @@ def open_captioned(name: str, split: str, options: CaptionOptions) -> Examples |
 
 
 def open_texts(name: str, split: str, data_dir: str | None) -> Iterator[str]:
-    """Yields the texts of a split."""
     builder = _open_builder(name, data_dir)
     features = dict(builder.info.features.items())
     if getattr(features.get("text"), "tf_dtype", None) != "string":

@@ -140,7 +140,6 @@ class PerExpert(keras.initializers.Initializer):
 
     @property
     def seed(self) -> int | keras.random.SeedGenerator | None:
-        """The initializer's seed, if it has one."""
         return getattr(self.initializer, "seed", None)
 
     def __call__(self, shape, dtype=None):

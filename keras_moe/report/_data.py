@@ -36,11 +36,9 @@ class Examples(NamedTuple):
     labels: np.ndarray | None  # Integers (B,), -1 where missing; or None
 
     def rows(self, index: slice | np.ndarray) -> "Examples":
-        """Selects examples by a slice or indices."""
         return mapped(lambda x: None if x is None else x[index], self)
 
     def joined(self, other: "Examples") -> "Examples":
-        """Concatenates two batches."""
         return mapped(
             lambda a, b: None if a is None else np.concatenate([a, b]), self, other
         )

@@ -125,7 +125,6 @@ def read_safetensors(path: Path) -> dict:
 
 
 def restore_safetensors(path: Path, groups: dict, saved: dict) -> None:
-    """Assigns the saved arrays to variables."""
     for group, variables in groups.items():
         file_path = path / f"{group}.safetensors"
         try:
@@ -191,7 +190,6 @@ def write_orbax(path: Any, groups: dict, content: dict) -> None:
 
 
 def read_orbax(path: Any) -> dict:
-    """Returns a checkpoint's state."""
     try:
         return _checked(_load(path, {_STATE: None})[_STATE])
     except Exception as error:
@@ -199,7 +197,6 @@ def read_orbax(path: Any) -> dict:
 
 
 def restore_orbax(path: Any, groups: dict) -> None:
-    """Assigns the saved arrays to variables."""
     items = _items(groups)
     # A sharded array names its own type and layout.
     wanted = tree.map_structure(

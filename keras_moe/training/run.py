@@ -16,14 +16,10 @@ from keras import ops
 from keras_moe import _processes, data
 from keras_moe._checks import unfit
 from keras_moe._files import read_text, write_json
+from keras_moe.training import non_finite
 from keras_moe.training._checkpoint_files import is_remote
 from keras_moe.training.callbacks import Progress
 from keras_moe.training.checkpoints import list_checkpoints, run_lock
-from keras_moe.training.non_finite import (
-    NonFiniteLoss,
-    StopOnNonFinite,
-    first_non_finite_step,
-)
 from keras_moe.training.objectives import set_class_names
 from keras_moe.training.recipes import Recipe
 from keras_moe.training.run_checkpoint import RunCheckpoint
@@ -277,7 +273,7 @@ def _trained(run, checkpoint, callbacks, verbose) -> Training:
     try:
         with data.reading_errors():
             history = _fit(run, checkpoint, step, callbacks, verbose)
-    except NonFiniteLoss as error:
+    except non_finite.NonFiniteLoss as error:
         raise ValueError(_diagnosis(run, checkpoint, error, verbose)) from error
     return _result(run, checkpoint, checkpoint.history if checkpoint else history)
 
@@ -290,7 +286,7 @@ def _fit(run, checkpoint, step, callbacks, verbose):
         x, y, weight = keras.utils.unpack_x_y_sample_weight(test)
         test = data.padded(x, y, weight, model=model)
     given: Any = callbacks(model, images) if callable(callbacks) else callbacks
-    callbacks = [*run.recipe.callbacks(), *given, StopOnNonFinite()]
+    callbacks = [*run.recipe.callbacks(), *given, non_finite.StopOnNonFinite()]
     if run.best is not None:
         callbacks.append(run.best)
     if checkpoint is None:
@@ -347,7 +343,9 @@ def _diagnosis(run, checkpoint, error, verbose):
         run.new_model()
         step = 0 if checkpoint is None else checkpoint.restore(run.model)
         batches = run.batches(step)
-        origin = first_non_finite_step(run.model, batches, error, step, verbose)
+        origin = non_finite.first_non_finite_step(
+            run.model, batches, error, step, verbose
+        )
     message = f"{error}, in epoch {(error.step - 1) // run.steps_per_epoch + 1}"
     if origin is not None:
         message += f". The first NaN or Inf was {origin[1]}, in step {origin[0]}"

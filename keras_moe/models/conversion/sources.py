@@ -56,12 +56,10 @@ _WEIGHTS = tuple(f"{stem}{end}" for stem in _STEMS for end in (".safetensors", _
 
 
 def is_convertible(source: Any) -> bool:
-    """Whether `convert` reads `source`; raises ValueError for refused ones."""
     return _located(source)[0] is not None
 
 
 def check_convertible(source: Any) -> None:
-    """Raises ValueError unless `convert` can read the source."""
     if isinstance(source, keras.Model) and not isinstance(source, _keras_hub.CLASSES):
         names = sorted(cls.__name__ for cls in _keras_hub.CLASSES)
         raise unfit(f"a KerasHub model of {names}", type(source).__name__)

@@ -27,7 +27,6 @@ class LayerCounts:
         self.by_class = np.zeros((section.MAX_CLASSES, block.num_experts))
 
     def update(self, batch):
-        """Adds a batch."""
         block, counts = self.block, batch.routed_of(self.block)
         record = batch.routing[block.key]
         served = record.dispatched[counts]
