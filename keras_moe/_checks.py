@@ -40,18 +40,15 @@ def check_integer(
     """Returns `value` as an int within the bounds; None passes if `optional`."""
     if optional and value is None:
         return None
-    number = _integer(value)
+    number: Any = None
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        number = int(value)
     if number is None or number < minimum or (maximum is not None and number > maximum):
         bounds = f"{name} >= {minimum}"
         if maximum is not None:
             bounds = f"{minimum} <= {name} <= {maximum}"
         raise unfit(f"{name} to be an integer, {bounds}", **{name: value})
     return number
-
-
-def _integer(value):
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return int(value) if is_integer else None
 
 
 def check_seed(name: str, seed: object) -> int | None:
@@ -218,13 +215,6 @@ def fits_shape(received: Sequence, expected: Sequence) -> bool:
     return len(received) == len(expected) and all(
         a == b or None in (a, b) for a, b in zip(received, expected)
     )
-
-
-def check_disjoint(name: str, pools: Iterable[Iterable[int]] | None) -> None:
-    """Validates that no two sequences share a value."""
-    values = [value for pool in pools or () for value in {*pool}]
-    if len(set(values)) < len(values):
-        raise unfit(f"{name} that have nothing in common", **{name: pools})
 
 
 def check_path(name: str, path: T) -> T:

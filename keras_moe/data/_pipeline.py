@@ -238,7 +238,6 @@ def _augmented(dataset, steps: list[tuple[int, Step]]):
 
 
 def key_seed(key: Tensor, number: int) -> Tensor:
-    """Derives the seed of a step from an image's key."""
     return tf.stack([_mixed(key, "int32"), number])
 
 

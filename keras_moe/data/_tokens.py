@@ -165,7 +165,6 @@ def dtype_of(vocabulary_size: int) -> str:
 
 
 def is_tokens(source: object) -> bool:
-    """Whether a source is a folder of shards."""
     return isinstance(source, str) and source.startswith(_KIND)
 
 

@@ -51,7 +51,6 @@ class Layer(OwnValues, KeepsFrozen, keras.layers.Layer):
         return shapes
 
     def cost(self, shape: tuple) -> Cost:
-        """The cost of an example of this shape."""
         parts = self.parts(shape).items()
         if not parts:
             return Cost.all_active(self.weight_shapes(shape))

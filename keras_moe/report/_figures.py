@@ -108,7 +108,6 @@ def draw_class_heat(
     unit: str,
     diverging: bool = False,
 ) -> "Figure":
-    """Plots a heat map of values (classes, experts)."""
     top = max(float(np.nanmax(np.abs(values), initial=0.0)), 1e-9)
     limits = {"cmap": "viridis", "vmin": 0, "vmax": top}
     if diverging:

@@ -123,7 +123,6 @@ def sprite_figure(
 
 
 def sheet_of(tiles: np.ndarray) -> np.ndarray:
-    """Arranges tiles in one array with transparent gaps."""
     rows, columns, size, _, channels = tiles.shape
     step = size + _GAP
     sheet = np.zeros((rows * step - _GAP, columns * step - _GAP, 4), "uint8")

@@ -42,7 +42,6 @@ def is_remote(folder: str | os.PathLike) -> bool:
 
 
 def as_path(folder: str | os.PathLike) -> Any:
-    """Returns a path object for a local or remote folder."""
     remote = _REMOTE.fullmatch(os.fspath(folder))
     if remote is None:
         return Path(folder)

@@ -123,7 +123,13 @@ def train(
     ['accuracy', 'loss', 'val_accuracy', 'val_loss']
     """
     if recipe.compilation_cache is not None:
-        _use_cache(recipe.compilation_cache)
+        backend, cache = keras.backend.backend(), recipe.compilation_cache
+        if backend != "jax":
+            expected = "the JAX backend, the only one that keeps compiled programs"
+            raise unfit(expected, compilation_cache=cache, backend=backend)
+        from keras_moe._backends.jax import use_cache
+
+        use_cache(os.path.expanduser(cache))
     best = recipe.schedule.best
     if checkpoint_dir is None:
         if best is not None or branch_from is not None:
@@ -156,15 +162,6 @@ def train(
             endless=True,
         )
         return _trained(run, checkpoint, callbacks, verbose)
-
-
-def _use_cache(folder):
-    if keras.backend.backend() != "jax":
-        expected = "the JAX backend, the only one that keeps compiled programs"
-        raise unfit(expected, compilation_cache=folder, backend=keras.backend.backend())
-    from keras_moe._backends.jax import use_cache
-
-    use_cache(os.path.expanduser(folder))
 
 
 class _Run:

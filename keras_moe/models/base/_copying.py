@@ -72,7 +72,6 @@ _UNPRUNED = {"kept_experts": {}, "removed": False}
 def with_kept_experts(
     model: Any, kept_experts: dict[str, Any], method: str, removed: bool
 ) -> Any:
-    """Returns a copy with some experts pruned."""
     config = model.get_config()
     towers = _towers(config)
     layers = _moe_layers(model.backbone, towers)

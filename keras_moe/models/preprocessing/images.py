@@ -188,8 +188,7 @@ class ImagePreprocessor:
         image = image[np.ix_(down, across)].astype("float32") / np.float32(white)
         # Cubic weights overshoot; like Pillow, clip after each direction.
         image = np.tensordot(columns[:, across], image, (1, 1)).clip(0.0, 1.0)
-        image = np.tensordot(rows[:, down], image, (1, 1)).clip(0.0, 1.0)
-        return image
+        return np.tensordot(rows[:, down], image, (1, 1)).clip(0.0, 1.0)
 
     def _weights(self, old, new, start, count):
         """Returns resize weights for `count` rows; all rows could exhaust memory."""
