@@ -40,9 +40,8 @@ def check_integer(
     """Returns `value` as an int within the bounds; None passes if `optional`."""
     if optional and value is None:
         return None
-    number: Any = None
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        number = int(value)
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    number = int(value) if is_integer else None
     if number is None or number < minimum or (maximum is not None and number > maximum):
         bounds = f"{name} >= {minimum}"
         if maximum is not None:

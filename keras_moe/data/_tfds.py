@@ -24,7 +24,6 @@ _CAPTIONS, _TEXT = ("captions", "caption"), ("text", "caption", "raw")
 
 
 def find_classes(name: str, data_dir: str | None) -> Classes:
-    """Returns the classes without downloading the data."""
     info = _open_builder(name, data_dir).info
     return _classes(info.features[_features(name, info)[1]])
 

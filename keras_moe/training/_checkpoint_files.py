@@ -168,7 +168,6 @@ def _format():
 
 
 def is_orbax(path: Any) -> bool:
-    """Whether a folder contains a finished Orbax checkpoint."""
     return (path / "_CHECKPOINT_METADATA").exists()
 
 

@@ -13,9 +13,14 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_moe import _processes, data
+from keras_moe import data
 from keras_moe._checks import unfit
 from keras_moe._files import read_text, write_json
+from keras_moe._processes import (
+    broadcast_from_primary,
+    process_index,
+    rank_and_world_size,
+)
 from keras_moe.training import non_finite
 from keras_moe.training._checkpoint_files import is_remote
 from keras_moe.training.callbacks import Progress
@@ -144,7 +149,7 @@ def train(
         # Folder for a trained tokenizer.
         folder = None if is_remote(checkpoint_dir) else Path(checkpoint_dir)
         resumes = resume and list_checkpoints(checkpoint_dir)
-        if folder and not resumes and _processes.process_index() == 0:
+        if folder and not resumes and process_index() == 0:
             shutil.rmtree(folder / "tokenizer", ignore_errors=True)
             (folder / _PROBE).unlink(missing_ok=True)
         run = _Run(recipe, datasets, data_dir, folder)
@@ -187,12 +192,12 @@ class _Run:
             return None
 
         # Hosts may share no folder, and all of them probe together or none does.
-        accuracy = _processes.broadcast_from_primary(earlier)
+        accuracy = broadcast_from_primary(earlier)
         if accuracy is not None:
             return accuracy
         recipe = self.recipe
         accuracy = recipe.objective.probe(self.model, recipe.data, self.data_dir)
-        if path and accuracy is not None and _processes.process_index() == 0:
+        if path and accuracy is not None and process_index() == 0:
             write_json(path, accuracy)
         return accuracy
 
@@ -335,7 +340,7 @@ def _diagnosis(run, checkpoint, error, verbose):
     """Returns what went wrong, where it began, and which checkpoint is left."""
     origin = None
     good = checkpoint and checkpoint.last
-    alone = _processes.rank_and_world_size()[1] == 1
+    alone = rank_and_world_size()[1] == 1
     if alone and (good or error.step <= _SHORT_RUN):
         run.new_model()
         step = 0 if checkpoint is None else checkpoint.restore(run.model)
@@ -355,7 +360,7 @@ def _diagnosis(run, checkpoint, error, verbose):
 def _result(run, checkpoint, history):
     row = -1
     if run.recipe.schedule.best == "restore":
-        if _processes.rank_and_world_size()[1] > 1:
+        if rank_and_world_size()[1] > 1:
             # Other processes may not have written their part of the checkpoint yet.
             warnings.warn(
                 "The model is that of the last epoch, as several processes share "

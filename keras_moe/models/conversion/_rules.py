@@ -43,6 +43,7 @@ class Direct:
         return {self.name: target[self.axes :]}
 
     def make(self, read: Callable, target: tuple) -> np.ndarray:
+        """Creates the weight; `read(name)` returns a tensor."""
         return read(self.name).reshape(target)
 
     def tensor(self, value: np.ndarray) -> np.ndarray:

@@ -146,7 +146,6 @@ def compare_tokenizer(preset: str) -> None:
 
 
 def compare_preset(folder: str | os.PathLike) -> None:
-    """Verifies the weights and tokenizer files of a preset folder."""
     for name in ("model.weights.h5", INDEX, "task.weights.h5"):
         path = Path(folder) / name
         # A backbone's preset has no file for the head.

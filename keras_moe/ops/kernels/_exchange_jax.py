@@ -99,7 +99,6 @@ class Queues:
         self.busiest = jnp.max(jnp.sum(of_experts, axis=1))
 
     def round(self, number):
-        """The `Round` of that number."""
         first = number * self.size
         low, high = (
             jnp.clip(x - self.places, 0, self.counts)
