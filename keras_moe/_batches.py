@@ -15,7 +15,7 @@ def progress_bar(total: int | None, verbose: str | int, unit: str) -> Any:
     return keras.utils.Progbar(total, verbose=verbose, unit_name=unit)
 
 
-def is_arrays(data: Any) -> bool:
+def is_arrays(data: object) -> bool:
     """Returns whether data are an array or a dict, or a tuple that begins with one."""
     # A list has batches.
     first = data[0] if isinstance(data, tuple) and len(data) > 1 else data

@@ -26,7 +26,6 @@ _FEW = 12
 
 
 def _expect(fits: object, what: str, name: str, value: object) -> None:
-    """Raises ValueError for a value of this name that does not fit."""
     if not fits:
         raise unfit(what, **{name: value})
 
@@ -41,18 +40,14 @@ def check_integer(
     """Returns `value` as an int within the bounds; None passes if `optional`."""
     if optional and value is None:
         return None
-    number = _integer(value)
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    number = int(value) if is_integer else None
     if number is None or number < minimum or (maximum is not None and number > maximum):
         bounds = f"{name} >= {minimum}"
         if maximum is not None:
             bounds = f"{minimum} <= {name} <= {maximum}"
         raise unfit(f"{name} to be an integer, {bounds}", **{name: value})
     return number
-
-
-def _integer(value):
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return int(value) if is_integer else None
 
 
 def check_seed(name: str, seed: object) -> int | None:
@@ -149,21 +144,18 @@ def _is_finite(value: Any) -> bool:
 
 
 def check_bool(name: str, value: object) -> bool:
-    """Returns `value`; it must be True or False."""
     if not isinstance(value, bool):
         raise unfit(f"{name} to be True or False", **{name: value})
     return value
 
 
 def check_string(name: str, value: object) -> str:
-    """Returns `value`; it must be a string."""
     if not isinstance(value, str):
         raise unfit(f"{name} to be a string", **{name: value})
     return value
 
 
 def check_one_of(name: str, value: T, allowed: Collection) -> T:
-    """Returns `value`; it must be one of `allowed`."""
     if value not in allowed:
         raise unfit(f"{name} to be one of {tuple(allowed)}", **{name: value})
     return value
@@ -224,13 +216,6 @@ def fits_shape(received: Sequence, expected: Sequence) -> bool:
     )
 
 
-def check_disjoint(name: str, pools: Iterable[Iterable[int]] | None) -> None:
-    """Validates that no two sequences share a value."""
-    values = [value for pool in pools or () for value in {*pool}]
-    if len(set(values)) < len(values):
-        raise unfit(f"{name} that have nothing in common", **{name: pools})
-
-
 def check_path(name: str, path: T) -> T:
     """Returns `path`; rejects NUL, for which Python's error does not name the path."""
     _expect("\0" not in str(path), "a path without NUL", name, str(path))
@@ -272,10 +257,8 @@ def check_affinity(
         check_integer("capacity", capacity)
     # TensorFlow may know one of the shapes less well while it traces.
     if mask is not None and not fits_shape(mask.shape, affinity.shape[:2]):
-        raise ValueError(
-            f"Expected a mask of shape (groups, tokens)={tuple(affinity.shape[:2])}; "
-            f"received: mask.shape={tuple(mask.shape)}"
-        )
+        expected = f"a mask of shape (groups, tokens)={tuple(affinity.shape[:2])}"
+        raise unfit(expected, f"mask.shape={tuple(mask.shape)}")
 
 
 def import_extra(module: str, message: str, extra: str | None = None) -> ModuleType:
@@ -321,10 +304,8 @@ def argument_values(instance: object, base: type) -> "Config":
 def check_concrete(cls: type, base: type, example: str) -> None:
     """Raises ValueError for a base class, whose instances could not be loaded."""
     if cls is base:
-        raise ValueError(
-            f"Expected a class that extends {base.__name__}, such as {example}; "
-            f"received: {base.__name__} itself"
-        )
+        expected = f"a class that extends {base.__name__}, such as {example}"
+        raise unfit(expected, f"{base.__name__} itself")
 
 
 def check_argument_names(

@@ -83,7 +83,6 @@ def regular_file(
 def read_bytes(
     path: str | os.PathLike, within: str | os.PathLike | None = None
 ) -> bytes:
-    """Returns the content of a regular file."""
     with open_regular(path, within) as file:
         return file.read()
 
@@ -188,7 +187,6 @@ def _without_non_finite(value):
 
 
 def sync_file(path: str | os.PathLike) -> None:
-    """Syncs a file to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -197,14 +195,12 @@ def sync_file(path: str | os.PathLike) -> None:
 
 
 def sync_folder(path: str | os.PathLike) -> None:
-    """Syncs the names in a folder to disk."""
     # Windows cannot open folders.
     if os.name != "nt":
         sync_file(path)
 
 
 def _sync_tree(path: str | os.PathLike) -> None:
-    """Syncs a folder and everything in it to disk."""
     for parent, _, names in os.walk(path):
         for name in names:
             file = os.path.join(parent, name)
@@ -214,7 +210,6 @@ def _sync_tree(path: str | os.PathLike) -> None:
 
 
 def sha256_of(path: str | os.PathLike) -> str:
-    """Returns the SHA-256 of a file as hexadecimal digits."""
     with open_regular(path, buffering=0) as file:
         return hashlib.file_digest(cast(io.FileIO, file), "sha256").hexdigest()
 

@@ -41,7 +41,6 @@ def process_index() -> int:
 
 
 def process_count() -> int:
-    """Returns the number of processes."""
     return process_shard()[1]
 
 

@@ -185,7 +185,13 @@ def lower_step(model, distribution, step, batch_size):
         for variable in model.variables:
             _compat.take_layout(variable)
         if trains:
-            _build_optimizer(model)
+            try:
+                model.optimizer.build(model.trainable_variables)
+            except ValueError as error:
+                # Keras's Adafactor computes initial values.
+                expected = "an optimizer whose state begins with an initializer"
+                name = type(model.optimizer).__name__
+                raise unfit(f"{expected}, such as AdamW", optimizer=name) from error
     groups = {
         "weights": [model.trainable_variables, model.non_trainable_variables],
         "optimizer": [],
@@ -233,15 +239,6 @@ def _generate(model, state, inputs):
     with keras.StatelessScope(pairs) as scope:
         outputs = model.generate_step(inputs)
     return outputs, [scope.get_current_value(x) for x in model.sampler.variables]
-
-
-def _build_optimizer(model):
-    try:
-        model.optimizer.build(model.trainable_variables)
-    except ValueError as error:
-        # Keras's Adafactor computes initial values.
-        expected = "an optimizer whose state begins with an initializer, such as AdamW"
-        raise unfit(expected, optimizer=type(model.optimizer).__name__) from error
 
 
 def _device_bytes(specs):

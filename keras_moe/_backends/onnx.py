@@ -22,7 +22,9 @@ def export_onnx(
 ) -> None:
     """Writes a model's inference; a batch size of None in `signature` is dynamic."""
     # Keras flattens a dict by name, and PyTorch as it stands.
-    signature = [_sorted(inputs) for inputs in signature]
+    signature = [
+        dict(sorted(x.items())) if isinstance(x, dict) else x for x in signature
+    ]
     names = [x.name for x in tree.flatten(model.input)]
 
     def example(spec):
@@ -38,6 +40,9 @@ def export_onnx(
             for inputs in signature
         )
 
+    # Keras's functional models return a dict sorted by name.
+    is_dict = isinstance(model.output, dict)
+    outputs = sorted(model.output) if is_dict else [model.output_name]
     training = model.training
     model.eval()
     try:
@@ -53,7 +58,7 @@ def export_onnx(
                 dynamo=True,
                 custom_translation_table=TRANSLATIONS,
                 input_names=names,
-                output_names=_output_names(model),
+                output_names=outputs,
                 # The name of the axis, which all inputs share.
                 dynamic_shapes=dynamic("batch", any_size[:1]),
                 opset_version=opset_version,
@@ -63,16 +68,6 @@ def export_onnx(
         model.train(training)
     # Weights over 2 GB are a file next to the program.
     onnx.save(filepath)
-
-
-def _sorted(inputs):
-    return dict(sorted(inputs.items())) if isinstance(inputs, dict) else inputs
-
-
-def _output_names(model):
-    # Keras's functional models return a dict sorted by name.
-    is_dict = isinstance(model.output, dict)
-    return sorted(model.output) if is_dict else [model.output_name]
 
 
 def _searchsorted(

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from keras_moe._errors import unfit
+
 
 def is_tensorflow(value: object) -> bool:
     """Whether a value is one of TensorFlow's tensors, which need not be imported."""
@@ -22,10 +24,8 @@ def call_on_strings(
     import tensorflow as tf
 
     if strings.dtype != tf.string or strings.shape.rank not in (0, 1):
-        raise ValueError(
-            "Expected a string tensor of shape () or (batch,); received: "
-            f"dtype={strings.dtype.name}, shape={strings.shape}"
-        )
+        expected = "a string tensor of shape () or (batch,)"
+        raise unfit(expected, f"dtype={strings.dtype.name}, shape={strings.shape}")
     batch = tf.reshape(strings, [-1])
 
     def run(values):

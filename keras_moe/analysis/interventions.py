@@ -12,13 +12,7 @@ import numpy as np
 from keras import ops
 from numpy.typing import ArrayLike
 
-from keras_moe._checks import (
-    check_integer,
-    check_number,
-    check_one_of,
-    check_share,
-    unfit,
-)
+from keras_moe import _checks
 from keras_moe._compat import serving
 from keras_moe._types import KerasModel
 from keras_moe.analysis.usage import ExpertUsage
@@ -58,13 +52,13 @@ def expert_scores(
     usage: ExpertUsage, criterion: str = "tokens", groups: Groups | None = None
 ) -> dict[str, np.ndarray]:
     """Returns the experts' scores by a criterion, float64 (E,) by block name."""
-    check_one_of("criterion", criterion, CRITERIA)
+    _checks.check_one_of("criterion", criterion, CRITERIA)
     rows = _rows(usage, groups)
     scores = {}
     for name, block in usage.blocks.items():
         tokens = block.tokens[rows].sum(axis=0)
         if not tokens.sum():
-            raise unfit(f"groups with served tokens in {name}", groups=groups)
+            raise _checks.unfit(f"groups with served tokens in {name}", groups=groups)
         if criterion == "reap":
             if block.contributions is None:
                 expected = "expert_usage(contributions=True) for criterion='reap'"
@@ -113,7 +107,7 @@ def coverage_curves(
     >>> curve.experts.tolist(), curve.covered.tolist()
     ([1, 2, 0], [0.6, 0.9, 1.0])
     """
-    check_one_of("by", by, COVERED)
+    _checks.check_one_of("by", by, COVERED)
     if criterion is None:
         criterion = by if by in CRITERIA else "tokens"
     scores = expert_scores(usage, criterion, groups)
@@ -156,18 +150,18 @@ def select_experts(
     ({'block_1': [1]}, {'block_1': [1, 2]})
     """
     if (count is None) == (coverage is None):
-        raise unfit("either count or coverage", count=count, coverage=coverage)
+        raise _checks.unfit("either count or coverage", count=count, coverage=coverage)
     by = "mass" if criterion == "mass" else "tokens"
     curves = coverage_curves(usage, by, groups, criterion)
     if coverage is not None:
-        check_share("coverage", coverage)
+        _checks.check_share("coverage", coverage)
         counts = {x: max(y.needed(coverage), minimum) for x, y in curves.items()}
     else:
         counts = count if isinstance(count, dict) else dict.fromkeys(curves, count)
     kept = {}
     for name, number in counts.items():
         experts = curves[name].experts
-        check_integer("count", number, 1, len(experts))
+        _checks.check_integer("count", number, 1, len(experts))
         kept[name] = sorted(experts[:number].tolist())
     return kept
 
@@ -228,7 +222,7 @@ def moe_block(model: KerasModel, name: str) -> keras.layers.Layer:
     blocks = [key for key in getattr(backbone, "routing", {}) if "/" not in key]
     if name not in blocks:
         expected = f"the name of an MoE block, one of {blocks}"
-        raise unfit(expected, f"{name!r} of {type(model).__name__}")
+        raise _checks.unfit(expected, f"{name!r} of {type(model).__name__}")
     return backbone.get_layer(name)
 
 
@@ -237,7 +231,7 @@ def mumoe_head(model: KerasModel) -> keras.layers.Layer:
     head = getattr(model, "head", None)
     if head is None or not hasattr(model, "routing"):
         expected = "a classifier with a muMoE head"
-        raise unfit(expected, f"{type(model).__name__} without head")
+        raise _checks.unfit(expected, f"{type(model).__name__} without head")
     return head
 
 
@@ -269,7 +263,7 @@ def exclude_experts(model: Any, experts: Experts) -> Any:
     backbone = getattr(model, "backbone", model)
     if not hasattr(backbone.moe, "router_arguments"):
         expected = "a model with MoE blocks, whose routers choose experts"
-        raise unfit(expected, f"{type(model).__name__} with moe={backbone.moe}")
+        raise _checks.unfit(expected, f"{type(model).__name__} with moe={backbone.moe}")
     before = backbone.moe.router_arguments.get("excluded_experts", ())
     excluded = {*before, *numbers_of(experts, backbone.expert_types)}
     return model.with_router_arguments(excluded_experts=sorted(excluded))
@@ -280,11 +274,11 @@ def numbers_of(experts: Experts, expert_types: ExpertTypes) -> tuple[int, ...]:
     if isinstance(experts, str):
         if experts not in EXPERT_TYPES or not getattr(expert_types, experts):
             own = [name for name in EXPERT_TYPES if getattr(expert_types, name)]
-            raise unfit(f"types of experts among {own}", experts=experts)
+            raise _checks.unfit(f"types of experts among {own}", experts=experts)
         return tuple(range(expert_types.total)[expert_types.slices()[experts]])
     if isinstance(experts, (list, tuple)):
         return tuple(x for each in experts for x in numbers_of(each, expert_types))
-    return (check_integer("experts", experts, 0, expert_types.total - 1),)
+    return (_checks.check_integer("experts", experts, 0, expert_types.total - 1),)
 
 
 def edit_expert_logits(
@@ -330,7 +324,9 @@ def edit_expert_logits(
         records = serving(keras.Model(model.input, model.routing["head"].gates))
         gates = records.predict(subpopulation, batch_size=batch_size, verbose=0)
         mean, default = gates[:, 0].mean(axis=0, dtype="float64"), experts
-    strength = check_number("strength", default if strength is None else strength)
+    strength = _checks.check_number(
+        "strength", default if strength is None else strength
+    )
     return model.with_logit_offsets(output, strength * mean)
 
 
@@ -342,7 +338,7 @@ def expert_centres(model: KerasModel, block: str) -> np.ndarray:
     experts = math.prod(kernel.shape[-1] for kernel in matrices)
     if len(matrices) < len(kernels) or experts != router.expert_types.total:
         expected = "a block whose router maps tokens to experts by one kernel"
-        raise unfit(expected, router=router.summary)
+        raise _checks.unfit(expected, router=router.summary)
     centres = np.zeros((1, matrices[0].shape[0]), "float32")
     for kernel in matrices:
         level = ops.convert_to_numpy(kernel.value).T
@@ -378,10 +374,12 @@ def steer_expert(model: Any, block: str, expert: int, strength: float = 1.0) -> 
     {3}
     """
     centres = expert_centres(model, block)
-    check_integer("expert", expert, 0, len(centres) - 1)
-    strength = check_number("strength", strength)
+    _checks.check_integer("expert", expert, 0, len(centres) - 1)
+    strength = _checks.check_number("strength", strength)
     if not centres[expert].any():
-        raise unfit("a cluster centre other than zeros", block=block, expert=expert)
+        raise _checks.unfit(
+            "a cluster centre other than zeros", block=block, expert=expert
+        )
     steered, vector = model.copy(), strength * centres[expert]
     target = moe_block(steered, block)
     offset = getattr(target.feed_forward_norm, "beta", None)

@@ -232,7 +232,6 @@ def _group_names(groups, group_names):
 
 
 def _batches(inputs, groups, batch_size):
-    """Yields batches of inputs with their groups."""
     has_array = groups is not None and not isinstance(groups, str)
     data = (inputs, np.asarray(groups)) if has_array else inputs
     batch_size = check_integer("batch_size", batch_size)
@@ -252,7 +251,6 @@ def _modality(key):
 
 
 def _masks(inputs, mask, keys):
-    """The mask of each modality that has one."""
     if mask is None:
         return {}
     modalities = list(dict.fromkeys(map(_modality, keys)))

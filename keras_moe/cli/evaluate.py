@@ -129,7 +129,6 @@ def run(args: argparse.Namespace, console: "Console") -> _arguments.Result:
 def chosen_metrics(
     args: argparse.Namespace, possible: Sequence[str], default: Sequence[str]
 ) -> tuple[str, ...]:
-    """The metrics that are asked for, all of them possible, or the default ones."""
     metrics = tuple(args.metrics or default)
     captions = dict(args.data_options).get("templates")
     readers = {

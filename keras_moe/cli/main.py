@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keras_moe import choose_backend, import_keras
+from keras_moe._errors import unfit
 from keras_moe._version import __version__
 from keras_moe.cli import (
     convert,
@@ -167,10 +168,8 @@ def import_own(modules: list[str]) -> None:
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
-            raise ValueError(
-                f"Expected a module in {os.getcwd()} or an installed one; received: "
-                f"--import {module} ({error})"
-            ) from error
+            expected = f"a module in {os.getcwd()} or an installed one"
+            raise unfit(expected, f"--import {module} ({error})") from error
 
 
 def new_console() -> "Console":

@@ -84,7 +84,6 @@ def run(args: argparse.Namespace, console: "Console") -> _arguments.Result:
 def write_report(
     chosen: Model, args: argparse.Namespace, console: "Console"
 ) -> "tuple[Report, Examples]":
-    """Writes the report; returns it and the data."""
     from keras_moe.report import Options
 
     model = chosen.load()

@@ -51,7 +51,6 @@ def random_caption(texts: dict[str, Any], key: Tensor) -> dict[str, Any]:
 
 
 def first_caption(texts: dict[str, Any], key: Tensor) -> dict[str, Any]:
-    """Chooses the first of the captions of an image."""
     return select_caption(texts, 0)
 
 
@@ -235,7 +234,6 @@ def captions_of_classes(examples: Examples, options: CaptionOptions) -> Examples
 
 
 def _with_features(examples: Examples, function: Callable) -> Examples:
-    """Replaces the features of examples by a function of item and features."""
     changed = copy.copy(examples)
     changed.read = lambda item: function(item, examples.read(item))
     return changed

@@ -83,7 +83,6 @@ class Parts(NamedTuple):
 
 
 def parts_of(emoji: str) -> Parts:
-    """Splits an emoji into base and modifiers."""
     plain = emoji.replace(EMOJI_STYLE, "")
     tones = tuple(SKIN_TONES[sign] for sign in plain if sign in SKIN_TONES)
     plain = "".join(sign for sign in plain if sign not in SKIN_TONES)

@@ -143,7 +143,6 @@ class Examples:
         )
 
     def without(self, excluded: np.ndarray) -> "Examples":
-        """Returns the examples without the excluded indices."""
         if not len(excluded):
             return self
         examples = copy.copy(self)
@@ -216,7 +215,6 @@ class IndexedExamples(Examples):
 
 
 def as_stored(stored: Any) -> Any:
-    """Decodes nothing."""
     return stored
 
 

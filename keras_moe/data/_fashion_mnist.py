@@ -64,7 +64,6 @@ def read_pixels(split: str, folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read_idx(path: Path) -> np.ndarray:
-    """Reads a compressed IDX file of bytes."""
     try:
         data = gzip.decompress(read_bytes(path, path.parent))
         start = 4 * (data[3] + 1)

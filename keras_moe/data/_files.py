@@ -93,7 +93,6 @@ def leads_outside(name: str) -> bool:
 
 
 def is_image(path: str | Path) -> bool:
-    """Whether a file has the name of an image."""
     return str(path).lower().endswith(IMAGE_SUFFIXES)
 
 

@@ -51,7 +51,6 @@ _SPLIT_NAME = re.compile(
 
 
 def find_classes(path: str, data_dir: str | None = None) -> Classes:
-    """Returns the classes of all splits together."""
     root = Path(path)
     splits = _class_folders(root)
     if None not in splits.values():
@@ -186,10 +185,8 @@ def _files_of(
     for name, classes in listed.items():
         file = root / split / name
         if file not in there or not _files.is_image(name):
-            raise ValueError(
-                f"Expected images ({_SUFFIXES}) relative to the folder of {path}; "
-                f"received: {name!r}"
-            )
+            expected = f"images ({_SUFFIXES}) relative to the folder of {path}"
+            raise unfit(expected, f"{name!r}")
         found.append((file, classes))
     return found
 

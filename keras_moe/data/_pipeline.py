@@ -33,7 +33,6 @@ class BatchSettings(NamedTuple):
 
     @property
     def mixes_labels(self) -> bool:
-        """Whether the augmentation mixes labels."""
         return any(step.mixes_labels for step in self.steps)
 
 
@@ -105,7 +104,6 @@ def no_targets(features: dict[str, Any], key: Tensor) -> None:
 
 
 def _check_count(examples: Examples, settings: BatchSettings) -> None:
-    """Validates that the examples fill a batch on all hosts."""
     share = settings.share
     count, batch_size = examples.count, share.batch_size * share.count
     if (settings.start_batch is not None and count < batch_size) or (
@@ -174,7 +172,6 @@ class _Passes:
         self.cardinality = self.length
 
     def count(self, run: Tensor) -> Tensor | int:
-        """Returns the number of elements of a run."""
         if not self.endless:
             return self.length
         return self.passes * self.length - self._skipped(run)
@@ -207,7 +204,6 @@ class _Passes:
 
 
 def _prepared(examples: Examples, settings: BatchSettings, prepare: Callable):
-    """Maps `prepare` over all elements, in parallel and in order."""
     passes = _Passes(examples, settings)
 
     def elements(run):
@@ -242,7 +238,6 @@ def _augmented(dataset, steps: list[tuple[int, Step]]):
 
 
 def key_seed(key: Tensor, number: int) -> Tensor:
-    """Derives the seed of a step from an image's key."""
     return tf.stack([_mixed(key, "int32"), number])
 
 

@@ -24,7 +24,6 @@ _CAPTIONS, _TEXT = ("captions", "caption"), ("text", "caption", "raw")
 
 
 def find_classes(name: str, data_dir: str | None) -> Classes:
-    """Returns the classes without downloading the data."""
     info = _open_builder(name, data_dir).info
     return _classes(info.features[_features(name, info)[1]])
 
@@ -88,7 +87,6 @@ def open_captioned(name: str, split: str, options: CaptionOptions) -> Examples |
 
 
 def open_texts(name: str, split: str, data_dir: str | None) -> Iterator[str]:
-    """Yields the texts of a split."""
     builder = _open_builder(name, data_dir)
     features = dict(builder.info.features.items())
     if getattr(features.get("text"), "tf_dtype", None) != "string":
@@ -174,7 +172,6 @@ def _features(name: str, info: Any) -> tuple[str, str]:
 
 
 def _decode(feature: Any) -> Callable:
-    """Returns the function that decodes a stored image."""
     return decode_image if feature.shape[-1] == 3 else feature.decode_example
 
 

@@ -23,14 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from keras_moe._checks import unfit
+from keras_moe.data import _examples
 from keras_moe.data._captions import CaptionOptions, captioned_records
-from keras_moe.data._examples import (
-    Classes,
-    Examples,
-    RecordExamples,
-    RecordFile,
-    record_offsets,
-)
 from keras_moe.data._files import files_of_split, matching_files, read_json
 from keras_moe.data._packages import tf
 from keras_moe.data._texts import record_texts
@@ -60,12 +54,13 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return read_json(path, _SCHEMA, within=folder) if path.exists() else {}
 
 
-def find_classes(pattern: str, data_dir: str | None = None) -> Classes:
-    """Returns the classes from `dataset.json`."""
+def find_classes(pattern: str, data_dir: str | None = None) -> _examples.Classes:
     return _classes(_settings(pattern), pattern)
 
 
-def open_labelled(pattern: str, split: str, data_dir: str | None) -> RecordExamples:
+def open_labelled(
+    pattern: str, split: str, data_dir: str | None
+) -> _examples.RecordExamples:
     """Opens a split with labels; images stay encoded until `decode`."""
     settings = _settings(pattern)
     classes = _classes(settings, pattern)
@@ -92,14 +87,14 @@ def open_labelled(pattern: str, split: str, data_dir: str | None) -> RecordExamp
         with tf.control_dependencies([check]):
             return {"image": stored, "label": tf.cast(labels, "int32")}
 
-    return RecordExamples(
+    return _examples.RecordExamples(
         files, read, decode_image, classes=classes, encoded_channels=3
     )
 
 
 def open_captioned(
     pattern: str, split: str, options: CaptionOptions
-) -> Examples | None:
+) -> _examples.Examples | None:
     """Opens a split with captions; None if records have labels."""
     settings = _settings(pattern)
     if "classes" in settings:
@@ -121,7 +116,6 @@ def open_captioned(
 
 
 def open_texts(pattern: str, split: str, data_dir: str | None = None) -> Iterator[str]:
-    """Yields the texts of a split."""
     settings = _settings(pattern)
     files = _split_files(pattern, split, settings)
     name = settings["features"]["text"]
@@ -139,7 +133,7 @@ def _settings(pattern: str) -> dict[str, Any]:
     return {**settings, "features": {**FEATURES, **settings.get("features", {})}}
 
 
-def _classes(settings: dict[str, Any], pattern: str) -> Classes:
+def _classes(settings: dict[str, Any], pattern: str) -> _examples.Classes:
     if "classes" not in settings:
         raise ValueError(
             f'Expected {SIDECAR} with {{"classes": [names]}} or their number next to '
@@ -147,16 +141,16 @@ def _classes(settings: dict[str, Any], pattern: str) -> Classes:
         )
     names, most = settings["classes"], settings.get("max_labels")
     if isinstance(names, int):
-        return Classes(names, None, most)
+        return _examples.Classes(names, None, most)
     if len({*names}) < len(names):
         expected = f"each class once in {SIDECAR}"
         raise unfit(expected, f"source='tfrecord:{pattern}' with {names!r:.100}")
-    return Classes(len(names), tuple(names), most)
+    return _examples.Classes(len(names), tuple(names), most)
 
 
 def _split_files(
     pattern: str, split: str, settings: dict[str, Any]
-) -> list[RecordFile]:
+) -> list[_examples.RecordFile]:
     """Returns the files of a split with their numbers of records."""
     paths = files_of_split(f"tfrecord:{pattern}", _FILES, split)
     # Counts do not apply to files of the same name in other folders.
@@ -164,7 +158,9 @@ def _split_files(
     folder = matching_files(f"tfrecord:{pattern}", _FILES)[0].parent
     known = {folder / name: count for name, count in counts.items()}
     files = [
-        RecordFile(str(p), 0, known[p] if p in known else len(record_offsets(p)))
+        _examples.RecordFile(
+            str(p), 0, known[p] if p in known else len(_examples.record_offsets(p))
+        )
         for p in paths
     ]
     files = [file for file in files if file.take]

@@ -140,7 +140,6 @@ def joined(documents: Iterable[Sequence[int]], dtype: str) -> list[np.ndarray]:
 
 
 def _arrays(token_ids, lengths):
-    """Returns the arrays of a shard."""
     begins = np.zeros(len(token_ids), bool)
     begins[(np.cumsum(lengths) - lengths)[lengths > 0]] = True
     return {"token_ids": token_ids, "begins": np.packbits(begins)}
@@ -149,7 +148,6 @@ def _arrays(token_ids, lengths):
 def rows_in_memory(
     documents: Iterable[Sequence[int]], dtype: str, length: int, padding_id: int
 ) -> TokenRows:
-    """Returns rows of documents that stay in memory."""
     arrays = _arrays(*joined(documents, dtype))
     token_ids = arrays["token_ids"]
     if not len(token_ids):
@@ -160,7 +158,6 @@ def rows_in_memory(
 
 
 def dtype_of(vocabulary_size: int) -> str:
-    """Returns the dtype of the ids of a vocabulary."""
     return "uint16" if vocabulary_size <= 2**16 else "uint32"
 
 
@@ -168,12 +165,10 @@ def dtype_of(vocabulary_size: int) -> str:
 
 
 def is_tokens(source: object) -> bool:
-    """Whether a source is a folder of shards."""
     return isinstance(source, str) and source.startswith(_KIND)
 
 
 def tokenizer_of(source: str) -> str:
-    """Returns the preset folder of the tokenizer of a source of tokens."""
     return f"{_place(source)}/{TOKENIZER}"
 
 
@@ -202,7 +197,6 @@ def open_tokens(
 
 
 def read_index(folder: Path, name: str = INDEX) -> dict:
-    """Reads the index of a folder of shards."""
     if not (folder / name).is_file():
         found = f"{folder} without it"
         if (folder / UNFINISHED).is_file():

@@ -83,7 +83,6 @@ def open_captioned(pattern: str, split: str, options: CaptionOptions) -> Example
 
 
 def _read_at(path: bytes, bounds: np.ndarray) -> bytes:
-    """Reads the bytes of a member."""
     offset, size = (int(bound) for bound in bounds)
     with open_regular(os.fsdecode(path), buffering=0) as file:
         file.seek(offset)

@@ -11,12 +11,8 @@ from typing import Any, NamedTuple
 
 import keras
 
+from keras_moe import _compat
 from keras_moe._checks import check_integer, check_positive, nearest, unfit
-from keras_moe._compat import (
-    flatten_layers,
-    has_seed_generator,
-    replaced_seed_generator,
-)
 from keras_moe._types import Structure, Tensor
 from keras_moe.data._packages import tf
 from keras_moe.data.reading import needs_pillow
@@ -344,8 +340,10 @@ def call_with_seed(
     with contextlib.ExitStack() as replaced:
         if seed is not None:
             generator = _ElementSeed(seed)
-            for part in filter(has_seed_generator, flatten_layers(layer)):
-                replaced.enter_context(replaced_seed_generator(part, generator))
+            for part in filter(
+                _compat.has_seed_generator, _compat.flatten_layers(layer)
+            ):
+                replaced.enter_context(_compat.replaced_seed_generator(part, generator))
         return layer(data, **options)
 
 
@@ -364,9 +362,9 @@ class _ElementSeed(keras.random.SeedGenerator):
 def takes_seeds(layer: keras.layers.Layer) -> bool:
     """Whether the layer and all layers inside are Keras's own for `tf.data`."""
     return all(
-        has_seed_generator(part)
+        _compat.has_seed_generator(part)
         or isinstance(part, (keras.layers.Pipeline, keras.Sequential))
-        for part in flatten_layers(layer)
+        for part in _compat.flatten_layers(layer)
     )
 
 

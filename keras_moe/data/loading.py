@@ -307,10 +307,8 @@ def load_pairs(
         raise unfit(expected, augment=augment)
     is_mixture = isinstance(source, Mapping)
     if is_mixture and not chosen.repeat:
-        raise ValueError(
-            "Expected repeat=True with a mixture, whose sources end at different "
-            f"batches; received: repeat=False, source={dict(source)}"
-        )
+        expected = "repeat=True with a mixture, whose sources end at different batches"
+        raise unfit(expected, f"repeat=False, source={dict(source)}")
     sizes = [batch_size]
     if is_mixture:
         sizes = list(batch_sizes(source, batch_size, settings.share.count).values())

@@ -97,10 +97,8 @@ def _labels(
     except TypeError:  # A list among numbers, or a number among lists.
         values = [-1]
     if not all(0 <= x < count for x in values):
-        raise ValueError(
-            f"Expected labels of {count} classes, all of {folder} numbers or "
-            f"lists; received: {labels!r} of example {number}"
-        )
+        expected = f"labels of {count} classes, all of {folder} numbers or lists"
+        raise unfit(expected, f"{labels!r} of example {number}")
     if is_list:
         settings["max_labels"] = max(settings["max_labels"], len(values))
     return {FEATURES["label"]: values}
@@ -150,7 +148,6 @@ def _write_split(
 
 
 def _write_records(parts: list[str], records: Iterable[dict[str, list]]) -> list[int]:
-    """Writes records to files in turn, and returns the number in each."""
     counts = [0] * len(parts)
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(tf.io.TFRecordWriter(part)) for part in parts]

@@ -149,7 +149,6 @@ def _read_indices(path: Path, source: str, split: str, count: int) -> list[int]:
 
 
 def _unreadable(examples: Examples) -> list[tuple[int, bytes]]:
-    """Returns positions and locations of images that cannot be read or decoded."""
     location = examples.location
     if location is None:
         return []

@@ -341,7 +341,14 @@ def _abstract(source, step, overrides):
         with resolve(source, overrides, **options) as blueprint:
             if blueprint.task is not None or step == "predict":
                 model = blueprint.build_abstract(own)
-                _check_trained(own, model)
+                # The same weights as those of the given model.
+                trained, others = (
+                    {x.path for x in each.trainable_variables}
+                    for each in (own or model, model)
+                )
+                if other := trained ^ others:
+                    given = f"one with other weights to train, such as {min(other)}"
+                    raise unfit("a model as its config describes it", given)
                 return blueprint.describe(), model
         backbone = blueprint.backbone
         task = None if own is not None else registry.task_class(backbone)
@@ -352,16 +359,6 @@ def _abstract(source, step, overrides):
         options["task"] = task.task_name
         if "num_classes" in argument_names(task):
             overrides.setdefault("num_classes", 1000)
-
-
-def _check_trained(own, model):
-    """Checks that a model trains the same weights as one made from its config."""
-    trained = [
-        {x.path for x in each.trainable_variables} for each in (own or model, model)
-    ]
-    if different := trained[0] ^ trained[1]:
-        others = f"one with other weights to train, such as {min(different)}"
-        raise unfit("a model as its config describes it", others)
 
 
 def _sending_seconds(transfers, chip, num_chips, devices_per_chip):

@@ -104,7 +104,6 @@ def calibration(
 
 
 def _check_probabilities(probabilities: ArrayLike) -> np.ndarray:
-    """Checks that rows are probabilities; returns float64."""
     probabilities = check_features("probabilities", probabilities)
     sums = probabilities.sum(axis=1)
     is_bad = (np.abs(sums - 1) > _ROUNDING) | (probabilities < 0).any(axis=1)

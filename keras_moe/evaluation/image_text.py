@@ -268,7 +268,6 @@ def _joined(first, second):
 
 
 def _to_arrays(batch):
-    """Images, texts and ids of a batch as NumPy arrays."""
     inputs, ids = batch
     texts = ("captions",) if "captions" in inputs else ("token_ids", "padding_mask")
     images = ("patches", "grids") if "grids" in inputs else ("images",)

@@ -51,7 +51,6 @@ class Layer(OwnValues, KeepsFrozen, keras.layers.Layer):
         return shapes
 
     def cost(self, shape: tuple) -> Cost:
-        """The cost of an example of this shape."""
         parts = self.parts(shape).items()
         if not parts:
             return Cost.all_active(self.weight_shapes(shape))
@@ -189,7 +188,13 @@ def rematerialized(
     """`function(*inputs)`, recomputing intermediate values for the gradient."""
     weights = [v for v in layer.variables if not _is_seed(v)]
     seeds = [v for v in layer.variables if _is_seed(v)]
-    state = _state(layer)
+    # Float variables that change without gradients: batch statistics.
+    state = {
+        id(v)
+        for sublayer in _compat.flatten_layers(layer)
+        for v in _compat.own_variables(sublayer, trainable=False)
+        if "float" in v.dtype
+    }
     # Uncast weights, since each sublayer casts them by its own policy.
     with _compat.AutocastScope(None):
         # Seeds and statistics are copied, because PyTorch changes them in place.
@@ -237,16 +242,6 @@ def rematerialized(
     for loss in results["losses"]:
         layer.add_loss(loss)
     return results["outputs"]
-
-
-def _state(layer):
-    """Ids of float variables that change without gradients: batch statistics."""
-    return {
-        id(v)
-        for sublayer in _compat.flatten_layers(layer)
-        for v in _compat.own_variables(sublayer, trainable=False)
-        if "float" in v.dtype
-    }
 
 
 def _is_seed(variable):

@@ -18,18 +18,12 @@ from keras_moe._compat import stored_dataset, unlocked
 from keras_moe._types import Activation, Initializer, Tensor
 from keras_moe.layers import activations
 from keras_moe.layers._layer import Layer
+from keras_moe.ops import grouped
 from keras_moe.ops._initializers import PerExpert
 from keras_moe.ops._primitives import on_several_devices
 from keras_moe.ops._row_blocks import in_blocks
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.expert_types import expert_types
-from keras_moe.ops.grouped import (
-    grouped_matmul,
-    grouped_mlp,
-    grouped_mlp_on_devices,
-    row_experts,
-    split_of,
-)
 
 
 def with_layout(x: Any, path: str) -> Any:
@@ -189,7 +183,7 @@ class Experts(Layer):
             return None
         if not self.is_plain(training):
             return None
-        return split_of(distribution.get_variable_layout(self.hidden_kernel))
+        return grouped.split_of(distribution.get_variable_layout(self.hidden_kernel))
 
     def is_plain(self, training: bool | None) -> bool:
         """Whether rows take no more than matmuls, biases and the activation."""
@@ -204,15 +198,17 @@ class Experts(Layer):
             parts = {name: getattr(self, name) for name in self._weight_names}
             if len(rows.shape) == 2:
                 options = {"activation": self.activation, **parts}
-                return grouped_mlp(rows, group_sizes, **options)
+                return grouped.grouped_mlp(rows, group_sizes, **options)
             split = self.row_split(training)
-            return grouped_mlp_on_devices(
+            return grouped.grouped_mlp_on_devices(
                 rows, group_sizes, split, self.activation, parts
             )
-        owner = row_experts(group_sizes, ops.shape(rows)[0])
+        owner = grouped.row_experts(group_sizes, ops.shape(rows)[0])
 
         def matmul(x, kernels):
-            return grouped_matmul(x, ops.convert_to_tensor(kernels), group_sizes)
+            return grouped.grouped_matmul(
+                x, ops.convert_to_tensor(kernels), group_sizes
+            )
 
         return self._mlp(
             rows, matmul, lambda weight: ops.take(weight, owner, axis=0), training

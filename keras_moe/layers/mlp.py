@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from keras_moe._checks import check_bool, check_dropout, check_integer, check_seed
+from keras_moe._errors import unfit
 from keras_moe._types import Activation, Tensor
 from keras_moe.layers import activations
 from keras_moe.layers._layer import Layer, dropped_out, inner_call, projection
@@ -140,17 +141,13 @@ class TokenMLP(MLP):
 def known_num_tokens(input_shape: tuple) -> int:
     """Returns N, which layers with weights across tokens must know."""
     if len(input_shape) != 3 or input_shape[1] is None:
-        raise ValueError(
-            "Expected tokens of shape (batch, tokens, dim) with a known number "
-            f"of tokens; received: shape={tuple(input_shape)}"
-        )
+        expected = "tokens of shape (batch, tokens, dim) with a known number of tokens"
+        raise unfit(expected, f"shape={tuple(input_shape)}")
     return input_shape[1]
 
 
 def check_num_tokens(tokens: Tensor, num_tokens: int) -> None:
     """Checks that the layer was built for this number of tokens."""
     if tokens.shape[1] != num_tokens:
-        raise ValueError(
-            f"Expected {num_tokens} tokens, for which the layer was built; "
-            f"received: shape={tuple(tokens.shape)}"
-        )
+        expected = f"{num_tokens} tokens, for which the layer was built"
+        raise unfit(expected, f"shape={tuple(tokens.shape)}")

@@ -12,16 +12,9 @@ from keras import ops
 
 from keras_moe._checks import check_bool, check_integer, unfit
 from keras_moe._types import Activation, Config, Tensor
-from keras_moe.layers import activations
+from keras_moe.layers import activations, multilinear_experts
 from keras_moe.layers._layer import Layer, build_once, layer_argument
 from keras_moe.layers.mlp import check_num_tokens, known_num_tokens
-from keras_moe.layers.multilinear_experts import (
-    ExpertCoefficients,
-    MultilinearExperts,
-    Rank,
-    matching_rank,
-    resolved_rank,
-)
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.ops._multilinear import projections
 
@@ -36,7 +29,7 @@ class MuMoEBase(Layer):
         self,
         num_experts: int | Sequence[int],
         factorization: str | None,
-        rank: Rank,
+        rank: multilinear_experts.Rank,
         activation: Activation = "entmax",
         normalization: str | None = "batch",
         use_bias: bool = True,
@@ -45,7 +38,7 @@ class MuMoEBase(Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        self.gate = ExpertCoefficients(
+        self.gate = multilinear_experts.ExpertCoefficients(
             num_experts, activation, normalization, name="gate"
         )
         self.activation = self.gate.activation
@@ -62,7 +55,7 @@ class MuMoEBase(Layer):
             self.norm = LayerNorm(1e-5, dtype=self.dtype_policy, name="input_norm")
 
     def _experts(self, units, name, rank):
-        return MultilinearExperts(
+        return multilinear_experts.MultilinearExperts(
             units,
             self.num_experts,
             self.factorization,
@@ -82,7 +75,7 @@ class MuMoEBase(Layer):
         num_rows, dim = shape
         sizes, rank = self.sizes(dim), self.rank
         if rank == "match_dense":
-            rank = matching_rank(
+            rank = multilinear_experts.matching_rank(
                 self.factorization,
                 self.num_experts,
                 list(sizes.values()),
@@ -90,7 +83,7 @@ class MuMoEBase(Layer):
                 self.gate.cost((1, dim)).parameters,
             )
         # In all layers fractions are relative to I.
-        rank = resolved_rank(rank, dim)
+        rank = multilinear_experts.resolved_rank(rank, dim)
         return {
             self._experts(units, name, rank): (num_rows, inputs)
             for name, (inputs, units) in sizes.items()
@@ -174,7 +167,7 @@ class MuMoE(MuMoEBase):
         units: int,
         num_experts: int | Sequence[int],
         factorization: str | None = "cp",
-        rank: Rank = "match_dense",
+        rank: multilinear_experts.Rank = "match_dense",
         edited_outputs: Sequence[int] = (),
         **kwargs,
     ):
@@ -251,7 +244,7 @@ class MuMoEBlock(MuMoEBase):
         units: int | None = None,
         num_experts: int | Sequence[int] = 64,
         factorization: str | None = "cp",
-        rank: Rank = "match_dense",
+        rank: multilinear_experts.Rank = "match_dense",
         hidden_activation: Activation = "gelu",
         **kwargs,
     ):
@@ -290,7 +283,7 @@ class MuMoEBlock(MuMoEBase):
         return x, routing
 
     @property
-    def router(self) -> ExpertCoefficients:
+    def router(self) -> multilinear_experts.ExpertCoefficients:
         """The gate, under the name that MoE layers use."""
         return self.gate
 
@@ -340,7 +333,7 @@ class TokenMuMoE(Layer):
         return ops.transpose(outputs, (0, 2, 1)), routing
 
     @property
-    def router(self) -> ExpertCoefficients:
+    def router(self) -> multilinear_experts.ExpertCoefficients:
         """The block's gate."""
         return self.block.router
 

@@ -170,7 +170,6 @@ class PatchEmbedding(Layer):
         return linear(x, ops.reshape(self.kernel, (-1, self.hidden_dim)), self.bias)
 
     def _cut(self, images):
-        """Cuts images into flattened patches."""
         rows, columns = self.grid(tuple(images.shape))
         height, width = self.patch_size
         channels = images.shape[-1]
@@ -213,7 +212,6 @@ class PatchEmbedding(Layer):
         return (input_shape[0], self._count(input_shape[1:]), self.hidden_dim)
 
     def _count(self, shape):
-        """The number of patches of an example."""
         return shape[0] if len(shape) == 2 else math.prod(self.grid(shape))
 
     def weight_shapes(self, shape: tuple) -> dict[str, tuple]:

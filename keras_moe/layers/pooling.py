@@ -302,10 +302,8 @@ def pooling_layer(
     """Creates the pooling layer for a backbone's arguments, unbuilt."""
     pooling = check_pooling(pooling, config.get("class_token", False))
     if pooling == "map" and "num_heads" not in config:
-        raise ValueError(
-            "Expected pooling=None or 'average' for a backbone without attention "
-            "heads; received: pooling='map'"
-        )
+        expected = "pooling=None or 'average' for a backbone without attention heads"
+        raise _checks.unfit(expected, "pooling='map'")
     if pooling != "map" and query_key_norm is not None:
         expected = "pooling='map' with pooling_query_key_norm"
         raise _checks.unfit(

@@ -235,9 +235,10 @@ def _mumoe_mixer(config):
 def _clip_image(config):
     """CLIP leaves its image tower's blocks as PyTorch's layers start."""
     width = config.hidden_dim
+    # One matrix (3 D, D) of queries, keys and values, Glorot uniform.
+    limit = math.sqrt(6 / (4 * width))
     return {
-        # One matrix (3 D, D) of queries, keys and values, Glorot uniform.
-        _QUERY_KEY_VALUE: _uniform(math.sqrt(6 / (4 * width))),
+        _QUERY_KEY_VALUE: RandomUniform(-limit, limit),
         _ATTENTION_OUTPUT: _linear(width),
         _HIDDEN: _linear(width),
         _HIDDEN_BIAS: _linear(width),
@@ -279,13 +280,10 @@ def _limoe(config):
     }
 
 
-def _uniform(limit):
-    return RandomUniform(-limit, limit)
-
-
 def _linear(fan_in):
     """PyTorch's `Linear`, kernel and bias alike."""
-    return _uniform(1 / math.sqrt(fan_in))
+    limit = 1 / math.sqrt(fan_in)
+    return RandomUniform(-limit, limit)
 
 
 INITIALIZATIONS: dict[str, Callable] = {

@@ -35,7 +35,6 @@ class Pairs(NamedTuple):
 
 
 def check_similarity(similarity_dtype: str, chunk_size: int | None) -> int | None:
-    """Checks how the losses compute similarities."""
     check_one_of("similarity_dtype", similarity_dtype, SIMILARITY_DTYPES)
     return check_integer("chunk_size", chunk_size, optional=True)
 

@@ -13,14 +13,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_moe._checks import (
-    check_argument_names,
-    check_integer,
-    check_not_negative,
-    check_one_of,
-    nearest,
-    unfit,
-)
+from keras_moe import _checks
 from keras_moe._types import Tensor
 from keras_moe.losses import router_losses
 from keras_moe.ops.plans import Routing
@@ -107,7 +100,9 @@ def _function(loss, *reads, **options):
 
 def _check_modality_ids(modality_ids):
     if modality_ids is None:
-        raise unfit("modality_ids for a loss of modalities", "modality_ids=None")
+        raise _checks.unfit(
+            "modality_ids for a loss of modalities", "modality_ids=None"
+        )
 
 
 FUNCTIONS = {
@@ -129,9 +124,9 @@ FUNCTIONS = {
     ),
 }
 _CHECKS = {
-    "choices": lambda x: check_one_of("choices", x, ("first", "all")),
-    "modality": lambda x: check_integer("modality", x, 0, optional=True),
-    "num_modalities": lambda x: check_integer("num_modalities", x),
+    "choices": lambda x: _checks.check_one_of("choices", x, ("first", "all")),
+    "modality": lambda x: _checks.check_integer("modality", x, 0, optional=True),
+    "num_modalities": lambda x: _checks.check_integer("num_modalities", x),
     "threshold": router_losses.check_threshold,
 }
 
@@ -190,13 +185,13 @@ class AuxiliaryLoss:
         if isinstance(function, dict):
             function = keras.saving.deserialize_keras_object(function)
         self.function: Any = function
-        self.weight = float(check_not_negative("weight", weight))
+        self.weight = float(_checks.check_not_negative("weight", weight))
         self.options: dict[str, Any] = options
         if not callable(function):
-            check_one_of("function", function, sorted(FUNCTIONS))
+            _checks.check_one_of("function", function, sorted(FUNCTIONS))
             defaults = FUNCTIONS[self.function].options
             owner = f"the auxiliary loss {function!r}"
-            check_argument_names(options, list(defaults), owner)
+            _checks.check_argument_names(options, list(defaults), owner)
             options = {**defaults, **options}
             self.options = {k: _CHECKS[k](value) for k, value in options.items()}
 
@@ -230,7 +225,9 @@ class AuxiliaryLoss:
         """Raises ValueError if the loss is of a modality above `count - 1`."""
         if (self.options.get("modality") or 0) >= count:
             expected = f"losses of the modalities 0 to {count - 1}"
-            raise unfit(expected, modality=self.options["modality"], loss=self.name)
+            raise _checks.unfit(
+                expected, modality=self.options["modality"], loss=self.name
+            )
 
     def check_router(self, router: keras.layers.Layer) -> None:
         """Raises ValueError if the router lacks what a loss of weight > 0 reads."""
@@ -334,10 +331,10 @@ def limoe_losses(
     """
     local_modalities = tuple(local_modalities)
     ids = {name: number for number, name in enumerate(modalities)}
-    check_one_of("local_loss", local_loss, LOCAL)
+    _checks.check_one_of("local_loss", local_loss, LOCAL)
     for name in (*thresholds, *local_modalities):
-        check_one_of("modality", name, ids)
-    check_not_negative("weight", weight)
+        _checks.check_one_of("modality", name, ids)
+    _checks.check_not_negative("weight", weight)
     parts: list[tuple[str, dict]] = [(name, {}) for name in classic]
     parts += [(local_loss, {"modality": ids[name]}) for name in local_modalities]
     parts += [
@@ -415,9 +412,9 @@ def _by_name(name, options):
     if name != "limoe":
         names = sorted([*FUNCTIONS, "limoe"])
         expected = f"names of auxiliary losses among {names}"
-        raise unfit(expected, f"{name!r} ({nearest(str(name), names)})")
+        raise _checks.unfit(expected, f"{name!r} ({_checks.nearest(str(name), names)})")
     arguments = list(inspect.signature(limoe_losses).parameters)
-    check_argument_names(options, arguments, "the auxiliary loss 'limoe'")
+    _checks.check_argument_names(options, arguments, "the auxiliary loss 'limoe'")
     return limoe_losses(**options)
 
 

@@ -51,7 +51,6 @@ def get_file(preset: str, name: str) -> str:
 
 
 def check_file_exists(preset: str, name: str) -> bool:
-    """Whether a preset has a file of this name."""
     try:
         get_file(preset, name)
     except FileNotFoundError:
@@ -60,7 +59,6 @@ def check_file_exists(preset: str, name: str) -> bool:
 
 
 def load_json(preset: str, name: str = "config.json") -> dict:
-    """Loads a preset's JSON file."""
     return json.loads(read_text(get_file(preset, name)))
 
 

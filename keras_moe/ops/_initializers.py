@@ -140,7 +140,6 @@ class PerExpert(keras.initializers.Initializer):
 
     @property
     def seed(self) -> int | keras.random.SeedGenerator | None:
-        """The initializer's seed, if it has one."""
         return getattr(self.initializer, "seed", None)
 
     def __call__(self, shape, dtype=None):
@@ -188,7 +187,6 @@ class PerExpert(keras.initializers.Initializer):
 
 
 def _own_seed(initializer):
-    """The seed that the user gave an initializer, if any."""
     if isinstance(initializer, PerExpert):
         return _own_seed(initializer.initializer)
     if not isinstance(initializer, keras.initializers.Initializer):

@@ -39,7 +39,6 @@ def silu(x: Tensor) -> Any:
 
 
 def is_bfloat16_on_tpus(x: Tensor) -> bool:
-    """Whether JAX's program is for TPUs, and `x` in bfloat16."""
     if keras.backend.backend() != "jax":
         return False
     from keras_moe._backends.jax import platform

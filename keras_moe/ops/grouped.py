@@ -130,7 +130,6 @@ def row_experts(group_sizes: Tensor, num_rows: Size) -> Tensor:
 
 
 def _kernels() -> Any:
-    """The grouped kernels of the backend."""
     backend = keras.backend.backend()
     if backend == "jax":
         from keras_moe.ops.kernels import _grouped_jax as kernels

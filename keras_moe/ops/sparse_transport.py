@@ -542,7 +542,6 @@ def _sample_index(real, num_tokens, axis):
 
 
 def _sampled(values, index, axis):
-    """The sample's part of the values."""
     return values if index is None else take_along_axis(values, index, axis=axis)
 
 

@@ -11,20 +11,7 @@ from keras import ops
 
 from keras_moe import _checks
 from keras_moe._types import Size, Tensor
-from keras_moe.ops._primitives import (
-    argmax,
-    max_along,
-    scatter,
-    searchsorted,
-    take,
-    take_along_axis,
-)
-from keras_moe.ops.plans import (
-    HeterogeneousPlan,
-    RaggedPlan,
-    RoutingPlan,
-    one_hot_choices,
-)
+from keras_moe.ops import _primitives, plans
 
 NORMALIZATIONS = (None, "before", "after")
 PRIORITIES = ("first_come", "max_gate", "sum_gates")
@@ -46,7 +33,7 @@ def token_choice(
     in_place_capacity: Size | None = None,
     available: Tensor | None = None,
     choices: tuple[Tensor, Tensor] | None = None,
-) -> RoutingPlan | HeterogeneousPlan:
+) -> plans.RoutingPlan | plans.HeterogeneousPlan:
     """Allocates slots to each token's K experts of largest affinity.
 
     Algorithm 1 of *Routers in Vision Mixture of Experts*: all first choices are served
@@ -107,14 +94,16 @@ def token_choice(
         token_slots = ops.where(kept, _IN_PLACE, token_slots)
     if not in_place_experts:
         combine_weights = _weights(weights, token_slots >= 0, normalize_gates)
-        return RoutingPlan(slot_tokens, token_slots, combine_weights)
+        return plans.RoutingPlan(slot_tokens, token_slots, combine_weights)
     weights = _weights(weights, token_slots != -1, normalize_gates)
     in_place = token_slots == _IN_PLACE
-    plan = RoutingPlan(
+    plan = plans.RoutingPlan(
         slot_tokens, ops.maximum(token_slots, -1), ops.where(in_place, 0.0, weights)
     )
     chosen = ops.where(in_place, experts - num_slotted, -1)
-    return HeterogeneousPlan(plan, *one_hot_choices(chosen, weights, in_place_experts))
+    return plans.HeterogeneousPlan(
+        plan, *plans.one_hot_choices(chosen, weights, in_place_experts)
+    )
 
 
 def _fill_slots(experts, rank, *sizes):
@@ -142,7 +131,7 @@ def fill_slots(
     _, num_tokens, num_choices = queues.shape
     queue = ops.floor_divide(queues.keys, num_choices * num_tokens)
     position = ops.arange(ops.shape(queues.keys)[0], dtype="int32")
-    position = position - take(queues.starts, queue)
+    position = position - _primitives.take(queues.starts, queue)
     return slot_tokens, _scatter_to_choices(queues, queue, position)
 
 
@@ -162,7 +151,9 @@ def _sorted_queues(experts, order, num_queues):
     """One sort for all queues: a position is a rank less that of its queue's start."""
     num_groups, num_tokens, num_choices = shape = ops.shape(experts)
     if order is not None:
-        experts = take_along_axis(experts, ops.expand_dims(order, -1), axis=1)
+        experts = _primitives.take_along_axis(
+            experts, ops.expand_dims(order, -1), axis=1
+        )
     queue_size = num_choices * num_tokens
     _check_range(num_groups, num_queues, queue_size)
     group = ops.reshape(ops.arange(num_groups, dtype="int32"), (-1, 1, 1))
@@ -172,7 +163,7 @@ def _sorted_queues(experts, order, num_queues):
     keys = queue * queue_size + choice * num_tokens + position
     keys = ops.sort(ops.reshape(keys, (-1,)))
     first = ops.arange(num_groups * num_queues, dtype="int32") * queue_size
-    starts = searchsorted(keys, first)
+    starts = _primitives.searchsorted(keys, first)
     return _Queues(keys, starts, order, num_queues, shape)
 
 
@@ -183,11 +174,11 @@ def _tokens_of_slots(queues, num_experts, capacity):
     bounds = bounds[:, : num_experts + 1]
     rank = bounds[:, :-1, None] + ops.arange(capacity, dtype="int32")
     filled = rank < bounds[:, 1:, None]
-    token = take(queues.keys, ops.where(filled, rank, 0)) % num_tokens
+    token = _primitives.take(queues.keys, ops.where(filled, rank, 0)) % num_tokens
     if queues.order is not None:
         # order[g, token[g, e, c]]
         flat = ops.reshape(token, (num_groups, num_experts * capacity))
-        flat = take_along_axis(queues.order, flat, axis=1)
+        flat = _primitives.take_along_axis(queues.order, flat, axis=1)
         token = ops.reshape(flat, ops.shape(token))
     return ops.where(filled, token, -1)
 
@@ -198,10 +189,12 @@ def _scatter_to_choices(queues, queue, values):
     group = ops.floor_divide(queue, queues.num_queues)
     token = queues.keys % num_tokens
     if queues.order is not None:
-        token = take(ops.reshape(queues.order, (-1,)), group * num_tokens + token)
+        token = _primitives.take(
+            ops.reshape(queues.order, (-1,)), group * num_tokens + token
+        )
     choice = ops.floor_divide(queues.keys, num_tokens) % num_choices
     target = (group * num_tokens + token) * num_choices + choice
-    values = scatter(ops.zeros_like(values), target, values)
+    values = _primitives.scatter(ops.zeros_like(values), target, values)
     return ops.reshape(values, queues.shape)
 
 
@@ -215,7 +208,7 @@ def dropless_token_choice(
     in_place_experts: int = 0,
     available: Tensor | None = None,
     choices: tuple[Tensor, Tensor] | None = None,
-) -> RaggedPlan | HeterogeneousPlan:
+) -> plans.RaggedPlan | plans.HeterogeneousPlan:
     """Gives each token its K experts of largest affinity; no expert is ever full.
 
     Outputs are those of `token_choice` with room for every choice, but memory grows
@@ -255,7 +248,7 @@ def dropless_token_choice(
     if in_place_experts:
         position = experts - num_experts
         position = position if routed is None else ops.where(routed, position, -1)
-        in_place = one_hot_choices(position, weights, in_place_experts)
+        in_place = plans.one_hot_choices(position, weights, in_place_experts)
         # Choices of these experts have no rows, like those of masked tokens.
         has_row = experts < num_experts
         routed = has_row if routed is None else ops.logical_and(has_row, routed)
@@ -263,8 +256,8 @@ def dropless_token_choice(
     if routed is not None:
         experts = ops.where(routed, experts, num_experts)
     row_tokens, token_rows, group_sizes = rows_by_expert(experts, num_experts)
-    plan = RaggedPlan(row_tokens, token_rows, weights, experts, group_sizes)
-    return HeterogeneousPlan(plan, *in_place) if in_place_experts else plan
+    plan = plans.RaggedPlan(row_tokens, token_rows, weights, experts, group_sizes)
+    return plans.HeterogeneousPlan(plan, *in_place) if in_place_experts else plan
 
 
 def rows_by_expert(experts: Tensor, num_experts: Size) -> tuple[Tensor, Tensor, Tensor]:
@@ -299,7 +292,7 @@ def _invert(permutation):
 def invert(permutation: Tensor) -> Tensor:
     """The index (R,) of each number from 0 on in a permutation of them, int32."""
     index = ops.arange(ops.shape(permutation)[0], dtype="int32")
-    return scatter(ops.zeros_like(index), permutation, index)
+    return _primitives.scatter(ops.zeros_like(index), permutation, index)
 
 
 def _check(affinity, num_selected_experts, normalize_gates, in_place_experts):
@@ -344,7 +337,7 @@ def top_experts(affinity, gates, num_selected_experts):
     rest = ops.maximum(ops.stop_gradient(affinity), -3e38)
     experts, weights = [], []
     for k in range(num_selected_experts):
-        expert = argmax(rest)
+        expert = _primitives.argmax(rest)
         taken = expert == index
         experts.append(expert)
         weights.append(ops.sum(ops.where(taken, gates, 0.0), axis=-1, keepdims=True))
@@ -358,7 +351,7 @@ def selected_experts(affinity: Tensor, num_selected_experts: int) -> Tensor:
     affinity = ops.convert_to_tensor(affinity)
     _checks.check_selected(num_selected_experts, affinity.shape[-1])
     experts, weights = top_experts(affinity, affinity, num_selected_experts)
-    return one_hot_choices(experts, weights, ops.shape(affinity)[-1])[0]
+    return plans.one_hot_choices(experts, weights, ops.shape(affinity)[-1])[0]
 
 
 def _rank(priority, affinity, num_selected_experts):
@@ -372,7 +365,7 @@ def _rank(priority, affinity, num_selected_experts):
         return None
     # The affinity allocates, and the gates only weigh the outputs.
     elif priority == "max_gate":
-        rank = -max_along(affinity, axis=-1)
+        rank = -_primitives.max_along(affinity, axis=-1)
     else:
         _, chosen = top_experts(affinity, affinity, num_selected_experts)
         rank = -ops.sum(chosen, axis=-1)

@@ -36,11 +36,9 @@ class Examples(NamedTuple):
     labels: np.ndarray | None  # Integers (B,), -1 where missing; or None
 
     def rows(self, index: slice | np.ndarray) -> "Examples":
-        """Selects examples by a slice or indices."""
         return mapped(lambda x: None if x is None else x[index], self)
 
     def joined(self, other: "Examples") -> "Examples":
-        """Concatenates two batches."""
         return mapped(
             lambda a, b: None if a is None else np.concatenate([a, b]), self, other
         )
@@ -140,7 +138,6 @@ def labels_of(labels: object) -> np.ndarray | None:
 
 
 def _check_inputs(inputs, model):
-    """Checks inputs before anything is computed."""
     expected = model.input
     if not isinstance(expected, dict):
         expected = {"images": expected}
@@ -160,7 +157,6 @@ def _check_inputs(inputs, model):
 
 
 def _check_range(images, preprocessor):
-    """Raises ValueError for images that were not prepared for the model."""
     values = np.abs(images[np.isfinite(images)])
     # A smaller standard deviation makes larger images.
     most = _FAR * max(0.5 / np.min(getattr(preprocessor, "std", 0.5)), 1.0)

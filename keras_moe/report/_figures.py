@@ -108,7 +108,6 @@ def draw_class_heat(
     unit: str,
     diverging: bool = False,
 ) -> "Figure":
-    """Plots a heat map of values (classes, experts)."""
     top = max(float(np.nanmax(np.abs(values), initial=0.0)), 1e-9)
     limits = {"cmap": "viridis", "vmin": 0, "vmax": top}
     if diverging:
@@ -146,7 +145,6 @@ def _draw_map(
 
 
 def _expert_ticks(num_experts):
-    """Expert numbers to label on an axis."""
     step = 2 ** max(math.ceil(math.log2(num_experts / 12)), 0)
     return np.arange(num_experts)[::step]
 

@@ -56,7 +56,6 @@ def drawable(image: np.ndarray) -> np.ndarray:
 
 
 def tile_of(image: ArrayLike, size: int) -> np.ndarray:
-    """Resizes an image to a square tile."""
     image = drawable(np.asarray(image, "float32"))
     pixels = np.clip(np.nan_to_num((image + 1.0) * 127.5), 0.0, 255.0)
     pixels = np.broadcast_to(np.round(pixels), (*image.shape[:2], 3)).astype("uint8")
@@ -124,7 +123,6 @@ def sprite_figure(
 
 
 def sheet_of(tiles: np.ndarray) -> np.ndarray:
-    """Arranges tiles in one array with transparent gaps."""
     rows, columns, size, _, channels = tiles.shape
     step = size + _GAP
     sheet = np.zeros((rows * step - _GAP, columns * step - _GAP, 4), "uint8")
@@ -181,7 +179,6 @@ def word_chips(experts: np.ndarray, words: Sequence[str], title: str) -> Markup:
 
 
 def legend(names: Sequence[str]) -> Markup:
-    """A colour legend of experts."""
     shown = names[: 2 * COLOURS]
     chips = [(f"c{e % COLOURS}", name, "") for e, name in enumerate(shown)]
     is_part = len(names) > len(shown)
@@ -231,7 +228,6 @@ class TokenRouting(NamedTuple):
 
 
 def token_routing(record: Routing, kind: str, index: int) -> TokenRouting:
-    """The routing of one example."""
     gates, dispatched, combined = (
         np.array(x[index], "float32")
         for x in (record.gates, record.dispatched, record.combined)

@@ -271,7 +271,6 @@ def whole_groups(model: ReportedModel, batch_size: int) -> int:
 def queues_of_layers(
     model: ReportedModel, kinds: tuple[str, ...], modality: str | None = None
 ) -> list[LayerQueues]:
-    """The queues of a model's layers, in order of depth."""
     layers = []
     for blocks in model.by_layer().values():
         blocks = [block for block in blocks.values() if block.kind in kinds]

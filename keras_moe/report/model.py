@@ -171,7 +171,6 @@ def shortened(text: str, most: int = 300) -> str:
 
 
 def _grid(backbone):
-    """The grid of patches, if the model has one."""
     try:
         return tuple(backbone.grid)
     except (AttributeError, ValueError):

@@ -13,15 +13,9 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from keras_moe import _files
 from keras_moe._batches import progress_bar
 from keras_moe._checks import check_integer, import_extra, unfit
-from keras_moe._files import (
-    is_plain_file,
-    read_text,
-    staged_folder,
-    write_json,
-    write_text,
-)
 from keras_moe._types import KerasModel
 from keras_moe._version import __version__
 from keras_moe.analysis.plots._figure import figure_svg, save_figure
@@ -178,13 +172,13 @@ def write_report(
         "findings": [finding._asdict() for finding in findings],
         "sections": {section.anchor: content.data for section, content in contents},
     }
-    with staged_folder(folder, "report", _is_report, _is_own(folder)) as staging:
+    with _files.staged_folder(folder, "report", _is_report, _is_own(folder)) as staging:
         for drawing, picture in zip(drawings, pictures):
             drawing.set_dpi(_DPI)
             save_figure(drawing, staging / picture)
         page = page_html(reported.name, contents, facts, command, credit)
-        write_text(staging / PAGE, page)
-        write_json(staging / DATA, values)
+        _files.write_text(staging / PAGE, page)
+        _files.write_json(staging / DATA, values)
     folder = Path(folder).expanduser().resolve()
     paths = [folder / picture for picture in pictures]
     return Report(folder / PAGE, folder / DATA, paths, findings, count)
@@ -279,7 +273,7 @@ def _check_distinct(what, names):
 
 
 def _is_report(folder):
-    return is_plain_file(folder, PAGE) and is_plain_file(folder, DATA)
+    return _files.is_plain_file(folder, PAGE) and _files.is_plain_file(folder, DATA)
 
 
 def _is_own(folder):
@@ -287,7 +281,7 @@ def _is_own(folder):
     names = []
     with contextlib.suppress(OSError, ValueError, KeyError):
         folder = Path(folder).expanduser()
-        names = json.loads(read_text(folder / DATA, folder))["pictures"]
+        names = json.loads(_files.read_text(folder / DATA, folder))["pictures"]
     # A tampered list must not delete other files.
     return lambda path: (
         path.name in (PAGE, DATA) or (path.suffix == ".png" and path.name in names)
@@ -358,7 +352,6 @@ def import_jinja2() -> ModuleType:
 
 
 def _cell_text(cell):
-    """A table cell as text."""
     if isinstance(cell, int) and not isinstance(cell, bool):
         return f"{cell:,}"
     return f"{cell:,.4g}" if isinstance(cell, float) else cell

@@ -132,10 +132,8 @@ def pruned_router(
     """Returns a copy of a router that chooses only among the kept experts."""
     # A subclass may use the experts' columns differently.
     if type(router) not in _PRUNED:
-        raise ValueError(
-            f"Expected one of {[cls.__name__ for cls in _PRUNED]} to prune experts; "
-            f"received: {type(router).__name__}"
-        )
+        expected = f"one of {[cls.__name__ for cls in _PRUNED]} to prune experts"
+        raise unfit(expected, f"{type(router).__name__}")
     if router.excluded_experts:
         expected = "excluded_experts=() to prune experts"
         raise unfit(expected, excluded_experts=router.excluded_experts)

@@ -6,13 +6,7 @@ Axes: G groups (images), S tokens of an image, E experts, C slots per expert, D 
 import keras
 from keras import ops
 
-from keras_moe._checks import (
-    check_bool,
-    check_integer,
-    check_one_of,
-    check_positive,
-    unfit,
-)
+from keras_moe import _checks
 from keras_moe._types import Tensor
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
 from keras_moe.ops.cost import Cost
@@ -72,22 +66,24 @@ class SoftRouter(Router):
     ):
         super().__init__(num_experts, noise_std=noise_std, seed=seed, **kwargs)
         if num_slots is not None:
-            num_slots = check_integer("num_slots", num_slots)
+            num_slots = _checks.check_integer("num_slots", num_slots)
             if capacity_factor is not None:
                 received = {"num_slots": num_slots, "capacity_factor": capacity_factor}
-                raise unfit(f"{' or '.join(received)}, not both", **received)
+                raise _checks.unfit(f"{' or '.join(received)}, not both", **received)
         elif capacity_factor is None:
             capacity_factor = self.default_capacity_factor
         else:
-            check_positive("capacity_factor", capacity_factor)
+            _checks.check_positive("capacity_factor", capacity_factor)
         self.slots_per_expert = num_slots
         self.capacity_factor = capacity_factor
         # Private, because a public `num_selected_experts` marks token choice.
-        self._selected = check_integer("num_selected_experts", num_selected_experts)
-        self.capacity_rounding = check_one_of(
+        self._selected = _checks.check_integer(
+            "num_selected_experts", num_selected_experts
+        )
+        self.capacity_rounding = _checks.check_one_of(
             "capacity_rounding", capacity_rounding, sorted(ROUNDINGS)
         )
-        self.normalize = check_bool("normalize", normalize)
+        self.normalize = _checks.check_bool("normalize", normalize)
 
     def group_capacity(self, num_tokens: int | None, training: bool | None = None):
         """Slots per expert C for images of `num_tokens` tokens."""
@@ -96,7 +92,9 @@ class SoftRouter(Router):
         if self.built:
             return self.slots.shape[-1]
         if num_tokens is None or self.capacity_factor is None:
-            raise unfit("num_slots, or a known number of tokens", num_tokens=num_tokens)
+            raise _checks.unfit(
+                "num_slots, or a known number of tokens", num_tokens=num_tokens
+            )
         return expert_capacity(
             num_tokens,
             self.num_experts,

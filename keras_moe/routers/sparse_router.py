@@ -4,6 +4,7 @@ Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidde
 modalities.
 """
 
+import itertools
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -379,5 +380,7 @@ def _check_pools(expert_pools, num_modalities, num_experts):
     if not all(pools) or len(pools) != (num_modalities or max(len(pools), 1)):
         expected = f"experts for each modality, num_modalities={num_modalities}"
         raise _checks.unfit(expected, expert_pools=expert_pools)
-    _checks.check_disjoint("expert_pools", pools)
+    if len({*itertools.chain(*pools)}) < sum(map(len, pools)):
+        expected = "expert_pools that have nothing in common"
+        raise _checks.unfit(expected, expert_pools=pools)
     return pools

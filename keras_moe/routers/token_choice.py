@@ -11,17 +11,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe._checks import (
-    check_bool,
-    check_indices,
-    check_integer,
-    check_not_negative,
-    check_one_of,
-    check_positive,
-    check_selected,
-    outer_stack_level,
-    unfit,
-)
+from keras_moe import _checks
 from keras_moe._types import Tensor
 from keras_moe.ops._primitives import is_transformed, replica_sum, vmap_groups
 from keras_moe.ops.plans import RaggedPlan, RoutingPlan
@@ -113,12 +103,12 @@ class TokenChoiceRouter(SparseRouter):
         ensemble_size: int = 1,
         **kwargs,
     ):
-        self.gates = check_one_of("gates", gates, GATES)
+        self.gates = _checks.check_one_of("gates", gates, GATES)
         if selection_bias_rate is not None:
-            check_not_negative("selection_bias_rate", selection_bias_rate)
+            _checks.check_not_negative("selection_bias_rate", selection_bias_rate)
         self.selection_bias_rate = selection_bias_rate
-        self.route_scale = check_positive("route_scale", route_scale)
-        self.ensemble_size = check_integer("ensemble_size", ensemble_size)
+        self.route_scale = _checks.check_positive("route_scale", route_scale)
+        self.ensemble_size = _checks.check_integer("ensemble_size", ensemble_size)
         is_plain = gates == "softmax" and selection_bias_rate is None
         if not is_plain and kwargs.get("noise_std") is None:
             kwargs["noise_std"] = 0.0
@@ -136,7 +126,7 @@ class TokenChoiceRouter(SparseRouter):
                 f"selection_bias_rate={selection_bias_rate}"
             )
         self._check_members()
-        self.num_selected_experts = check_selected(
+        self.num_selected_experts = _checks.check_selected(
             num_selected_experts, self.num_experts
         )
         if self.num_selected_experts == 1 and self.normalize_gates is not None:
@@ -144,14 +134,16 @@ class TokenChoiceRouter(SparseRouter):
                 f"normalize_gates={self.normalize_gates!r} makes the combine weight of "
                 "a token's only expert 1, so that only auxiliary losses train the "
                 "router. Use normalize_gates=None, or num_selected_experts=2.",
-                stacklevel=outer_stack_level(),
+                stacklevel=_checks.outer_stack_level(),
             )
-        self.dropless = check_bool("dropless", dropless)
+        self.dropless = _checks.check_bool("dropless", dropless)
         if dropless:
             names = ("capacity", "capacity_factor")
             given = {x: kwargs[x] for x in names if kwargs.get(x) is not None}
             if given:
-                raise unfit("no capacity or capacity_factor if dropless=True", **given)
+                raise _checks.unfit(
+                    "no capacity or capacity_factor if dropless=True", **given
+                )
             self.capacity_factor = None
         self.excluded_experts = self.check_excluded(excluded_experts)
         self.priority = _check_priority(priority, super().modality_count)
@@ -166,10 +158,12 @@ class TokenChoiceRouter(SparseRouter):
 
     def check_excluded(self, excluded_experts: Sequence[int]) -> tuple[int, ...]:
         """Checks that K experts remain; returns the excluded ones sorted."""
-        excluded = check_indices("excluded_experts", excluded_experts, self.num_experts)
+        excluded = _checks.check_indices(
+            "excluded_experts", excluded_experts, self.num_experts
+        )
         pools = self.pools or [range(self.num_experts)]
         if min(len({*pool} - excluded) for pool in pools) < self.num_selected_experts:
-            raise unfit(
+            raise _checks.unfit(
                 f"num_selected_experts={self.num_selected_experts} for every token",
                 expert_pools=self.pools,
                 excluded_experts=excluded_experts,
@@ -194,10 +188,12 @@ class TokenChoiceRouter(SparseRouter):
         members = self.ensemble_size
         if self.num_experts % members:
             expected = "num_experts to be a multiple of ensemble_size"
-            raise unfit(expected, num_experts=self.num_experts, ensemble_size=members)
+            raise _checks.unfit(
+                expected, num_experts=self.num_experts, ensemble_size=members
+            )
         modalities = self.num_modalities, self.expert_pools
         if members > 1 and modalities != (None, None):
-            raise unfit(
+            raise _checks.unfit(
                 "ensemble_size=1 for a router with modalities",
                 ensemble_size=members,
                 num_modalities=self.num_modalities,
@@ -265,18 +261,13 @@ class TokenChoiceRouter(SparseRouter):
             # Tokens choose the K largest of g_i + b_i; g_i weighs the outputs.
             affinity = affinity + ops.convert_to_tensor(self.selection_bias)
         choices = None
-        if training and self._is_balanced:
+        is_trained = self.trainable and self.kernel.trainable and not is_transformed()
+        if training and self.selection_bias_rate and is_trained:
             choices = top_experts(affinity, gates, self.num_selected_experts)
             self._balance(choices[0], mask)
         capacity = self.group_capacity(ops.shape(affinity)[1], training)
         priority = self.served_by(affinity, modality_ids, training)
         return self.choose(affinity, gates, mask, capacity, priority, choices=choices)
-
-    @property
-    def _is_balanced(self):
-        """Whether training moves the selection bias."""
-        is_trained = self.trainable and self.kernel.trainable
-        return self.selection_bias_rate and is_trained and not is_transformed()
 
     def _balance(self, experts, mask):
         """Moves the selection bias against the load, once for each step."""
@@ -401,12 +392,14 @@ class TokenChoiceRouter(SparseRouter):
 def _check_priority(priority, num_modalities):
     """Checks that `priority` is a name or a permutation of all modality ids."""
     if isinstance(priority, str) or not is_sequence(priority):
-        return check_one_of("priority", priority, NAMED_PRIORITIES)
-    ids = [check_integer("priority", modality, minimum=0) for modality in priority]
+        return _checks.check_one_of("priority", priority, NAMED_PRIORITIES)
+    ids = [
+        _checks.check_integer("priority", modality, minimum=0) for modality in priority
+    ]
     count = len(ids) if num_modalities is None else num_modalities
     if not ids or sorted(ids) != list(range(count)):
         expected = f"one of {NAMED_PRIORITIES} or the {count} modality ids, each once"
-        raise unfit(expected, priority=priority)
+        raise _checks.unfit(expected, priority=priority)
     return ids
 
 

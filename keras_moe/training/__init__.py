@@ -1,5 +1,6 @@
 """Training: recipes, runs, checkpoints, optimizers and sparse upcycling."""
 
+from keras_moe.training._upcycled import UpcyclingReport
 from keras_moe.training.callbacks import BestEpoch, ScalarLog
 from keras_moe.training.checkpoints import (
     Checkpoint,
@@ -49,7 +50,7 @@ from keras_moe.training.sections import (
 )
 from keras_moe.training.text_objectives import Contrastive, NextToken
 from keras_moe.training.twin_runs import Twin, Twins, twins
-from keras_moe.training.upcycling import UpcyclingReport, upcycle
+from keras_moe.training.upcycling import upcycle
 
 __all__ = [
     "BestEpoch", "Checkpoint", "Classification", "Contrastive", "DataConfig",

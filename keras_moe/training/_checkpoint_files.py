@@ -42,7 +42,6 @@ def is_remote(folder: str | os.PathLike) -> bool:
 
 
 def as_path(folder: str | os.PathLike) -> Any:
-    """Returns a path object for a local or remote folder."""
     remote = _REMOTE.fullmatch(os.fspath(folder))
     if remote is None:
         return Path(folder)
@@ -125,7 +124,6 @@ def read_safetensors(path: Path) -> dict:
 
 
 def restore_safetensors(path: Path, groups: dict, saved: dict) -> None:
-    """Assigns the saved arrays to variables."""
     for group, variables in groups.items():
         file_path = path / f"{group}.safetensors"
         try:
@@ -170,7 +168,6 @@ def _format():
 
 
 def is_orbax(path: Any) -> bool:
-    """Whether a folder contains a finished Orbax checkpoint."""
     return (path / "_CHECKPOINT_METADATA").exists()
 
 
@@ -191,7 +188,6 @@ def write_orbax(path: Any, groups: dict, content: dict) -> None:
 
 
 def read_orbax(path: Any) -> dict:
-    """Returns a checkpoint's state."""
     try:
         return _checked(_load(path, {_STATE: None})[_STATE])
     except Exception as error:
@@ -199,7 +195,6 @@ def read_orbax(path: Any) -> dict:
 
 
 def restore_orbax(path: Any, groups: dict) -> None:
-    """Assigns the saved arrays to variables."""
     items = _items(groups)
     # A sharded array names its own type and layout.
     wanted = tree.map_structure(

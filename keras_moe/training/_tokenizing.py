@@ -23,16 +23,7 @@ import numpy as np
 
 from keras_moe._checks import check_integer, unfit
 from keras_moe._files import locked, write_json
-from keras_moe.data._tokens import (
-    INDEX,
-    TOKENIZER,
-    UNFINISHED,
-    dtype_of,
-    joined,
-    read_index,
-    shard_name,
-    write_shard,
-)
+from keras_moe.data import _tokens
 from keras_moe.data.sources import read_texts
 from keras_moe.models import TextTokenizer
 
@@ -69,7 +60,7 @@ def tokenize_texts(
     with locked(lock, f"the tokens in {folder}"):
         index = _index(folder, tokenizer)
         dtype = index["dtype"]
-        with _mapping(tokenizer, folder / TOKENIZER, dtype, workers) as mapped:
+        with _mapping(tokenizer, folder / _tokens.TOKENIZER, dtype, workers) as mapped:
             for split in splits:
                 record = _record(index, folder, source, split)
                 if not record["done"]:
@@ -81,21 +72,22 @@ def tokenize_texts(
 
 def _index(folder, tokenizer):
     """Returns the index to go on with, of the same tokenizer, or a new one."""
-    name = next((x for x in (UNFINISHED, INDEX) if (folder / x).is_file()), None)
+    name = next(
+        (x for x in (_tokens.UNFINISHED, _tokens.INDEX) if (folder / x).is_file()), None
+    )
     digest = tokenizer.sha256()
     if name is None:
-        if [x for x in folder.iterdir() if x.name != TOKENIZER]:
+        if [x for x in folder.iterdir() if x.name != _tokens.TOKENIZER]:
             expected = "a new folder, or one of an earlier call"
             raise unfit(expected, f"{folder}, which has other files")
-        tokenizer.save_to_preset(folder / TOKENIZER)
-        dtype = dtype_of(tokenizer.vocabulary_size)
+        tokenizer.save_to_preset(folder / _tokens.TOKENIZER)
+        dtype = _tokens.dtype_of(tokenizer.vocabulary_size)
         new = {"dtype": dtype, "tokenizer_sha256": digest, "splits": {}}
         return {"format": 1, **new}
-    index = read_index(folder, name)
+    index = _tokens.read_index(folder, name)
     if index["tokenizer_sha256"] != digest:
-        expected = (
-            f"the tokenizer of the earlier call, which is in {folder / TOKENIZER}"
-        )
+        place = folder / _tokens.TOKENIZER
+        expected = f"the tokenizer of the earlier call, which is in {place}"
         raise unfit(expected, f"another one, of the digest {digest[:12]}")
     return index
 
@@ -111,9 +103,9 @@ def _record(index, folder, source, split):
 
 def _finish(folder, index):
     done = {name: x for name, x in index["splits"].items() if x["done"]}
-    write_json(folder / INDEX, {**index, "splits": done})
+    write_json(folder / _tokens.INDEX, {**index, "splits": done})
     if done == index["splits"]:
-        (folder / UNFINISHED).unlink(missing_ok=True)
+        (folder / _tokens.UNFINISHED).unlink(missing_ok=True)
 
 
 def _write(folder, index, split, mapped, texts, progress):
@@ -124,13 +116,13 @@ def _write(folder, index, split, mapped, texts, progress):
 
     def write(chunk):
         if tokens:
-            path = folder / shard_name(split, len(shards))
+            path = folder / _tokens.shard_name(split, len(shards))
             arrays = [np.concatenate(x) for x in (tokens, lengths)]
             tokens.clear()
             lengths.clear()
-            shards.append(write_shard(path, *arrays))
+            shards.append(_tokens.write_shard(path, *arrays))
         record.update(documents=chunk.documents, texts_sha256=chunk.sha256)
-        write_json(folder / UNFINISHED, index)
+        write_json(folder / _tokens.UNFINISHED, index)
 
     count, chunk = sum(x["tokens"] for x in shards), None
     for chunk, (ids, of_each) in mapped(_left(texts, record, folder)):
@@ -227,4 +219,4 @@ def _ids_here(texts):
 
 
 def _ids(tokenizer, dtype, texts):
-    return joined(tokenizer.documents(texts), dtype)
+    return _tokens.joined(tokenizer.documents(texts), dtype)

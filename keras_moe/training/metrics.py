@@ -161,7 +161,6 @@ class MeanAveragePrecision(keras.metrics.Metric):
 
 
 def _checked(y_true, y_pred, sparse_labels):
-    """Returns labels and predictions as tensors."""
     if sparse_labels:
         _checks.check_class_labels(y_true, y_pred.shape[-1], ignored=-1)
     y_true, y_pred = ops.convert_to_tensor(y_true), ops.convert_to_tensor(y_pred)

@@ -173,7 +173,6 @@ class ParameterGroups(_Optimizer):
                 self._rate_scale = 1.0
 
     def _by_factor(self, variables: Sequence, factor_of: Callable) -> list[tuple]:
-        """Groups variables by their factor, without those of factor zero."""
         members = {}
         for variable in variables:
             factor = factor_of(self._factors[self._get_variable_index(variable)])

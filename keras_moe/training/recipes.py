@@ -14,14 +14,8 @@ import keras
 from keras_moe import models
 from keras_moe._checks import LARGEST_SEED, check_integer, check_string, nearest, unfit
 from keras_moe._files import read_text, shipped_files, write_json
+from keras_moe.training import objectives
 from keras_moe.training.callbacks import BestEpoch, EvaluateAverages, StopAfterBatches
-from keras_moe.training.objectives import (
-    OBJECTIVES,
-    Classification,
-    Monitor,
-    Objective,
-    new_objective,
-)
 from keras_moe.training.optimizers import OptimizerConfig
 from keras_moe.training.schedules import ScheduleConfig
 from keras_moe.training.sections import (
@@ -83,7 +77,9 @@ class Recipe:
     model: ModelConfig
     schedule: ScheduleConfig
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
-    objective: Objective = dataclasses.field(default_factory=Classification)
+    objective: objectives.Objective = dataclasses.field(
+        default_factory=objectives.Classification
+    )
     seed: int = 0
     description: str = ""
     reference: str = ""
@@ -99,8 +95,8 @@ class Recipe:
             check_string("compilation_cache", self.compilation_cache)
         check_integer("seed", self.seed, 0, LARGEST_SEED)
         objective = self.objective
-        if not isinstance(objective, Objective):
-            objective = new_objective(_settings_of("objective", objective))
+        if not isinstance(objective, objectives.Objective):
+            objective = objectives.new_objective(_settings_of("objective", objective))
         object.__setattr__(self, "objective", objective)
         classes = {
             "data": objective.data_section,
@@ -237,7 +233,7 @@ class Recipe:
         if schedule.patience is None and schedule.best is None:
             return None
         if schedule.monitor is not None:
-            monitor = Monitor(schedule.monitor, None)
+            monitor = objectives.Monitor(schedule.monitor, None)
         mode = schedule.monitor_mode or monitor.mode
         return BestEpoch(monitor.metric, mode, schedule.patience)
 
@@ -329,14 +325,13 @@ def dotted_names(section: str) -> dict[str, str]:
         "model": (ModelConfig,),
         "optimizer": (OptimizerConfig,),
         "schedule": (ScheduleConfig,),
-        "objective": OBJECTIVES.values(),
+        "objective": objectives.OBJECTIVES.values(),
     }[section]
     names = (field.name for each in classes for field in dataclasses.fields(each))
     return {name: f"{section}.{name}" for name in names}
 
 
 def _changes_by_section(current, overrides) -> dict[str, Any]:
-    """Groups overrides by section."""
     changes: dict[str, Any] = {}
     for name, value in overrides.items():
         top, *rest = name.split(".")
@@ -354,7 +349,6 @@ def _changes_by_section(current, overrides) -> dict[str, Any]:
 
 
 def _settings_of(section, value) -> dict[str, Any]:
-    """Returns the settings of a section given as an object or a dict."""
     if isinstance(value, Section):
         return value.to_dict()
     if not isinstance(value, Mapping):

@@ -37,12 +37,7 @@ from keras_moe.analysis.usage import (
 )
 from keras_moe.models import Description
 from keras_moe.models.loading.blueprint import costs_of
-from keras_moe.training.callbacks import (
-    EventFile,
-    PeriodicCallback,
-    import_tensorboardx,
-    written_if_possible,
-)
+from keras_moe.training import callbacks
 
 # Coverage for the metric `usage/experts` of `UsageRecorder`.
 _COVERED = 0.9
@@ -64,7 +59,7 @@ COLUMNS = (
 _PER_EXPERT = COLUMNS[-2:]
 
 
-class RouterHealth(PeriodicCallback):
+class RouterHealth(callbacks.PeriodicCallback):
     """Routes a fixed batch every few epochs or steps and reports statistics per layer.
 
     The statistics are those of `keras_moe.analysis.routing_statistics`, and selection
@@ -132,7 +127,7 @@ class RouterHealth(PeriodicCallback):
         self.training = check_bool("training", training)
         self.csv_path, self.tensorboard = csv_path, tensorboard
         if tensorboard is not None:
-            import_tensorboardx()
+            callbacks.import_tensorboardx()
         self.min_entropy, self.max_share = min_entropy, max_share
         self.max_dead = max_dead
         self.layers = []
@@ -214,14 +209,14 @@ class RouterHealth(PeriodicCallback):
                 for name in _PER_EXPERT
             }
             writer.writerow({**row, **joined})
-        with written_if_possible(self.csv_path):
+        with callbacks.written_if_possible(self.csv_path):
             write_text(self.csv_path, text.getvalue())
 
     def _write_events(self, folder):
         events, self._events = self._events, None
-        with written_if_possible(folder):
+        with callbacks.written_if_possible(folder):
             # After a failure, a new file hides what the last one has of these steps.
-            events = events or EventFile(folder, self._unwritten[0]["step"])
+            events = events or callbacks.EventFile(folder, self._unwritten[0]["step"])
             for row in self._unwritten:
                 scalars = {name: row[name] for name in COLUMNS[3:-2]}
                 for tag, name in zip(("load", "bias"), _PER_EXPERT):
@@ -276,7 +271,7 @@ class _RoutingProbe:
         return rows
 
 
-class UsageRecorder(PeriodicCallback):
+class UsageRecorder(callbacks.PeriodicCallback):
     """Counts the usage of each expert over a window of training.
 
     At each interval, the next batch of the given examples is routed, which does not

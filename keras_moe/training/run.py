@@ -21,14 +21,10 @@ from keras_moe._processes import (
     process_index,
     rank_and_world_size,
 )
+from keras_moe.training import non_finite
 from keras_moe.training._checkpoint_files import is_remote
 from keras_moe.training.callbacks import Progress
 from keras_moe.training.checkpoints import list_checkpoints, run_lock
-from keras_moe.training.non_finite import (
-    NonFiniteLoss,
-    StopOnNonFinite,
-    first_non_finite_step,
-)
 from keras_moe.training.objectives import set_class_names
 from keras_moe.training.recipes import Recipe
 from keras_moe.training.run_checkpoint import RunCheckpoint
@@ -132,7 +128,13 @@ def train(
     ['accuracy', 'loss', 'val_accuracy', 'val_loss']
     """
     if recipe.compilation_cache is not None:
-        _use_cache(recipe.compilation_cache)
+        backend, cache = keras.backend.backend(), recipe.compilation_cache
+        if backend != "jax":
+            expected = "the JAX backend, the only one that keeps compiled programs"
+            raise unfit(expected, compilation_cache=cache, backend=backend)
+        from keras_moe._backends.jax import use_cache
+
+        use_cache(os.path.expanduser(cache))
     best = recipe.schedule.best
     if checkpoint_dir is None:
         if best is not None or branch_from is not None:
@@ -165,15 +167,6 @@ def train(
             endless=True,
         )
         return _trained(run, checkpoint, callbacks, verbose)
-
-
-def _use_cache(folder):
-    if keras.backend.backend() != "jax":
-        expected = "the JAX backend, the only one that keeps compiled programs"
-        raise unfit(expected, compilation_cache=folder, backend=keras.backend.backend())
-    from keras_moe._backends.jax import use_cache
-
-    use_cache(os.path.expanduser(folder))
 
 
 class _Run:
@@ -267,7 +260,6 @@ class _Run:
 
 
 def _trained(run, checkpoint, callbacks, verbose) -> Training:
-    """Trains from the newest checkpoint to the end."""
     step = 0
     if checkpoint is not None:
         step = checkpoint.restore(run.model)
@@ -283,7 +275,7 @@ def _trained(run, checkpoint, callbacks, verbose) -> Training:
     try:
         with data.reading_errors():
             history = _fit(run, checkpoint, step, callbacks, verbose)
-    except NonFiniteLoss as error:
+    except non_finite.NonFiniteLoss as error:
         raise ValueError(_diagnosis(run, checkpoint, error, verbose)) from error
     return _result(run, checkpoint, checkpoint.history if checkpoint else history)
 
@@ -296,7 +288,7 @@ def _fit(run, checkpoint, step, callbacks, verbose):
         x, y, weight = keras.utils.unpack_x_y_sample_weight(test)
         test = data.padded(x, y, weight, model=model)
     given: Any = callbacks(model, images) if callable(callbacks) else callbacks
-    callbacks = [*run.recipe.callbacks(), *given, StopOnNonFinite()]
+    callbacks = [*run.recipe.callbacks(), *given, non_finite.StopOnNonFinite()]
     if run.best is not None:
         callbacks.append(run.best)
     if checkpoint is None:
@@ -353,7 +345,9 @@ def _diagnosis(run, checkpoint, error, verbose):
         run.new_model()
         step = 0 if checkpoint is None else checkpoint.restore(run.model)
         batches = run.batches(step)
-        origin = first_non_finite_step(run.model, batches, error, step, verbose)
+        origin = non_finite.first_non_finite_step(
+            run.model, batches, error, step, verbose
+        )
     message = f"{error}, in epoch {(error.step - 1) // run.steps_per_epoch + 1}"
     if origin is not None:
         message += f". The first NaN or Inf was {origin[1]}, in step {origin[0]}"

@@ -14,15 +14,8 @@ import numpy as np
 from keras_moe._checks import check_integer
 from keras_moe._compat import random_states, set_backend_states, set_random_states
 from keras_moe._version import __version__
+from keras_moe.training import checkpoints
 from keras_moe.training.callbacks import BestEpoch, Callback, Progress
-from keras_moe.training.checkpoints import (
-    Checkpoint,
-    clean_folder,
-    find_checkpoint,
-    open_checkpoint,
-    save_checkpoint,
-    step_folder,
-)
 
 
 class RunCheckpoint(Callback):
@@ -128,15 +121,15 @@ class RunCheckpoint(Callback):
         Args:
             model: a model compiled like the run's.
         """
-        clean_folder(self.folder, everything=self.restart)
+        checkpoints.clean_folder(self.folder, everything=self.restart)
         # Not searched: other processes may still be deleting checkpoints.
-        checkpoint = None if self.restart else find_checkpoint(self.folder)
+        checkpoint = None if self.restart else checkpoints.find_checkpoint(self.folder)
         # Only once: restoring again keeps the run's checkpoints.
         self.restart = False
         if checkpoint is None:
             if self.branch_from is None:
                 return 0
-            checkpoint = open_checkpoint(self.branch_from)
+            checkpoint = checkpoints.open_checkpoint(self.branch_from)
             _check_random_states(checkpoint)
             # Drops the other run's measurements and position within its epoch.
             begun = {"finished": False, "history": {}, "callbacks": {}, "best": None}
@@ -163,7 +156,9 @@ class RunCheckpoint(Callback):
         try:
             if self.best_step is None:
                 raise ValueError(f"there is no best checkpoint in {self.folder}")
-            checkpoint = open_checkpoint(step_folder(self.folder, self.best_step))
+            checkpoint = checkpoints.open_checkpoint(
+                checkpoints.step_folder(self.folder, self.best_step)
+            )
         except ValueError as error:
             warnings.warn(f"The model is that of the last epoch: {error}", stacklevel=2)
             return False
@@ -241,7 +236,7 @@ class RunCheckpoint(Callback):
             "versions": versions(),
         }
         try:
-            path = save_checkpoint(
+            path = checkpoints.save_checkpoint(
                 self.folder,
                 step,
                 groups,
@@ -263,8 +258,7 @@ class RunCheckpoint(Callback):
             # Not earlier: the previous best epoch's checkpoint must survive until now.
             self.best_step, self.best_row = best
 
-    def _check(self, checkpoint: Checkpoint):
-        """Compares the settings with the checkpoint's."""
+    def _check(self, checkpoint: checkpoints.Checkpoint):
         state = checkpoint.state
         saved = {**state["settings"], "steps_per_epoch": state["steps_per_epoch"]}
         given = {**self.settings, "steps_per_epoch": self.steps_per_epoch}

@@ -25,12 +25,7 @@ from keras_moe.models import (
     Perplexity,
     TextTokenizer,
 )
-from keras_moe.training.objectives import (
-    Monitor,
-    Objective,
-    register_objective,
-    train_and_test,
-)
+from keras_moe.training import objectives
 from keras_moe.training.sections import DataConfig, Datasets, PairData, TextData
 
 _CLIP, _TRAINED = "clip", "trained"
@@ -42,7 +37,7 @@ LOSSES = {"softmax": SoftmaxContrastiveLoss, "sigmoid": SigmoidContrastiveLoss}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenizedObjective(Objective):
+class TokenizedObjective(objectives.Objective):
     """Base class of objectives with a tokenizer; see `Contrastive` for its settings."""
 
     # Whether SentencePiece tokenizers lower-case texts.
@@ -127,7 +122,7 @@ class TokenizedObjective(Objective):
         return {"tokenizer_sha256": digest.hexdigest()}
 
 
-@register_objective("contrastive")
+@objectives.register_objective("contrastive")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contrastive(TokenizedObjective):
     """Matches each image with its caption among the captions of the batch.
@@ -158,7 +153,7 @@ class Contrastive(TokenizedObjective):
     'val_contrastive_accuracy'
     """
 
-    monitor = Monitor("val_contrastive_accuracy")
+    monitor = objectives.Monitor("val_contrastive_accuracy")
     data_section = PairData
 
     loss: str = "auto"
@@ -213,7 +208,7 @@ class Contrastive(TokenizedObjective):
         of_test = {**common, **config.test_pair_options(data_dir)}
         if self.evaluation_batch_size is not None:
             of_test["batch_size"] = self.evaluation_batch_size
-        train, test, shuffled = train_and_test(
+        train, test, shuffled = objectives.train_and_test(
             data.load_pairs, config, model, of_train, of_test
         )
         return Datasets(train, test, None, steps, shuffled)
@@ -227,7 +222,7 @@ class Contrastive(TokenizedObjective):
         ), [ContrastiveAccuracy(self.chunk_size)]
 
 
-@register_objective("next_token")
+@objectives.register_objective("next_token")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NextToken(TokenizedObjective):
     """Predicts each token of a text from those before it.
@@ -248,7 +243,7 @@ class NextToken(TokenizedObjective):
     Monitor(metric='val_perplexity', mode='min')
     """
 
-    monitor = Monitor("val_perplexity", "min")
+    monitor = objectives.Monitor("val_perplexity", "min")
     data_section = TextData
     lower_case = False
 

@@ -500,7 +500,6 @@ class _Runs:
 
 
 def _best(name, records) -> float:
-    """The learning rate with the smallest validation NLL."""
     finite = {
         rate: record["nll"] for rate, record in records.items() if "nll" in record
     }

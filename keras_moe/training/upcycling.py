@@ -26,20 +26,10 @@ from keras_moe.layers import MLP
 from keras_moe.layers.moe_config import MUMOE
 from keras_moe.layers.multilinear_experts import check_levels
 from keras_moe.models import Blueprint, convert, registry
-from keras_moe.models.loading._overrides import (
-    apply_overrides,
-    moe_names,
-    tower_families,
-)
+from keras_moe.models.loading import _overrides
 from keras_moe.models.saving._lora import TRAINING
 from keras_moe.routers import ROUTERS, SoftRouter, TokenChoiceRouter
-from keras_moe.training._upcycled import (
-    UpcyclingReport,
-    carry_state,
-    copy_weights,
-    example_inputs,
-    report_of,
-)
+from keras_moe.training import _upcycled
 
 # `normalize_gates` of `upcycle`, `mask_padding` of text towers, MoE layers' arguments.
 UPCYCLING_PRESETS = {
@@ -105,7 +95,7 @@ def upcycle(
     noise_seed: int = 0,
     towers: Sequence[str] | dict[str, dict] | None = None,
     **moe_arguments,
-) -> tuple[Any, UpcyclingReport]:
+) -> tuple[Any, _upcycled.UpcyclingReport]:
     """Turns a dense model into a mixture of experts.
 
     Every expert starts as a copy of the MLP that it replaces, routers start from
@@ -193,7 +183,7 @@ def upcycle(
     backbone = getattr(dense_model, "backbone", dense_model)
     overrides = _upcycling_overrides(type(backbone), towers, arguments)
     if images is None:
-        images = example_inputs(backbone)
+        images = _upcycled.example_inputs(backbone)
     _check_dense(dense_model, overrides)
     sparse_model = _sparse_twin(dense_model, overrides, moe_arguments)
     sparse_backbone: Any = getattr(sparse_model, "backbone", sparse_model)
@@ -201,9 +191,11 @@ def upcycle(
     for tower, own in overrides.items():
         if not _names_of(tower, blocks):
             raise unfit("at least one block to upcycle", moe_layers=own["moe_layers"])
-    sources = copy_weights(dense_model, sparse_model, noise, reinitialize, noise_seed)
+    sources = _upcycled.copy_weights(
+        dense_model, sparse_model, noise, reinitialize, noise_seed
+    )
     is_changed = noise > 0 or reinitialize > 0
-    report = report_of(dense_model, sparse_model, blocks, images, is_changed)
+    report = _upcycled.report_of(dense_model, sparse_model, blocks, images, is_changed)
     if getattr(dense_model, "compiled", False):
         _compile(dense_model, sparse_model)
     copies = ("moe/experts", "moe/shared_experts")
@@ -212,13 +204,12 @@ def upcycle(
         # After freezing, since only trainable weights have slots.
         sparse_model.optimizer.build(sparse_model.trainable_variables)
         optimizers = dense_model.optimizer, sparse_model.optimizer
-        slots = carry_state(*optimizers, sources)
+        slots = _upcycled.carry_state(*optimizers, sources)
         report = report._replace(slots=slots)
     return sparse_model, report
 
 
 def _check_dense(model, towers):
-    """Validates that the towers are dense, unquantised and without LoRA adapters."""
     routing = getattr(model, "backbone", model).routing
     if sparse := [name for tower in towers for name in _names_of(tower, routing)]:
         raise unfit("a dense model", f"one with mixtures of experts in {sparse}")
@@ -236,14 +227,13 @@ def _check_dense(model, towers):
 
 
 def _names_of(tower, names):
-    """Returns the block names of a tower, or all without towers."""
     return [name for name in names if tower is None or name.startswith(f"{tower}/")]
 
 
 def _sparse_twin(dense_model, overrides, moe_arguments):
     """Builds a model like the dense one except for its MoE blocks."""
     blueprint = Blueprint.of_model(dense_model)
-    families = tower_families(blueprint.backbone)
+    families = _overrides.tower_families(blueprint.backbone)
     config, task_config = (
         {name: value for name, value in each.items() if name not in TRAINING}
         for each in (blueprint.config, blueprint.task_config)
@@ -260,7 +250,7 @@ def _sparse_twin(dense_model, overrides, moe_arguments):
                 "expert_use_bias": own.get("use_bias", True),
                 **arguments,
             }
-        own = apply_overrides(cls, own, arguments)
+        own = _overrides.apply_overrides(cls, own, arguments)
         config = own if tower is None else {**config, tower: own}
     if families and "seed" in moe_arguments:
         config["seed"] = moe_arguments["seed"]
@@ -281,13 +271,13 @@ def _compile(dense_model, sparse_model):
 
 def free_arguments() -> list[str]:
     """Returns the backbone arguments that may be passed to `upcycle`."""
-    names = [name for name in moe_names() if name not in _NOT_FREE]
+    names = [name for name in _overrides.moe_names() if name not in _NOT_FREE]
     return [*names, "mask_padding", "seed"]
 
 
 def _upcycling_overrides(backbone, towers, arguments):
     """Returns the overrides that make a dense backbone sparse, by tower."""
-    families = tower_families(backbone)
+    families = _overrides.tower_families(backbone)
     if not families:
         if towers is not None:
             expected = f"towers=None for {backbone.__name__}, which has one tower"

@@ -374,7 +374,7 @@ def test_a_failed_save_of_shards_changes_none_of_the_files(
             raise OSError(errno.ENOSPC, "full")
         rename(part, path)
 
-    monkeypatch.setattr(_weights_file, "sync_file", sync)
+    monkeypatch.setattr(_weights_file._files, "sync_file", sync)
     monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(OSError, match="full"):
         _weights_file.save_weights(layers, index, max_shard_size=SIZE)

@@ -153,7 +153,7 @@ def test_a_failed_report_leaves_the_old_one(model, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device", "report.json")
 
     with monkeypatch.context() as patch:
-        patch.setattr(report.writing, "write_json", full)
+        patch.setattr(report.writing._files, "write_json", full)
         with pytest.raises(OSError, match="No space"):
             report.write_report(model, pixels, folder, name="second", verbose=0)
     assert {x.name: x.read_bytes() for x in folder.iterdir()} == before

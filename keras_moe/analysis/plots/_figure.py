@@ -74,7 +74,6 @@ def picture_axes(
 
 
 def name_row(axis: "Axes", name: str) -> None:
-    """Labels a row at its first axis."""
     axis.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=9)
 
 

@@ -94,7 +94,6 @@ class PairBackbone(TakesPairs, ReadsTexts, MoEBackbone):
         return super().get_layer(name, index)
 
     def _layer_of(self, modality, name):
-        """Returns a layer of a modality's tower."""
         return super().get_layer(name)
 
     def _check_inputs(self, inputs, labels=None):

@@ -251,18 +251,14 @@ class DecoderBackbone(ReadsTexts, MoEBackbone):
             documents, start=start, num_queries=length
         )
         is_token = ops.take(documents, start + ops.arange(length), axis=1) != 0
-        encoded = _encoded(
-            self._built_tower(), token_ids, mask, positions, is_token, cache, start
-        )
-        return encoded.tokens, {"padding_mask": documents, **encoded.caches}
-
-    def _built_tower(self):
         names = ["token_embedding", "text_positions", "embedding_dropout"]
         if self.config.positions != "learned":
             names.remove("text_positions")
-        blocks = [self.get_layer(name) for name in self.block_names]
         embedding = tuple(self.get_layer(name) for name in names)
-        return Tower(embedding, tuple(blocks), self.get_layer("final_norm"))
+        blocks = tuple(self.get_layer(name) for name in self.block_names)
+        tower = Tower(embedding, blocks, self.get_layer("final_norm"))
+        encoded = _encoded(tower, token_ids, mask, positions, is_token, cache, start)
+        return encoded.tokens, {"padding_mask": documents, **encoded.caches}
 
     def _check_cache(self, token_ids, cache, start):
         names = ["padding_mask", *self.block_names]

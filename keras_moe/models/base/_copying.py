@@ -72,7 +72,6 @@ _UNPRUNED = {"kept_experts": {}, "removed": False}
 def with_kept_experts(
     model: Any, kept_experts: dict[str, Any], method: str, removed: bool
 ) -> Any:
-    """Returns a copy with some experts pruned."""
     config = model.get_config()
     towers = _towers(config)
     layers = _moe_layers(model.backbone, towers)
@@ -140,7 +139,6 @@ def _towers(config):
 
 
 def _moe_layers(backbone, towers):
-    """Returns the MoE layers with prunable experts, by block name."""
     layers = {}
     for key in backbone.routing:
         if key.endswith("/token_mixer"):

@@ -166,7 +166,6 @@ def _check_transport(routers, format):
 
 
 def _check_onnx(model):
-    """Refuses what ONNX does not hold."""
     for name in ("onnx", "onnxscript"):
         if importlib.util.find_spec(name) is None:
             raise ImportError(f"format='onnx' needs {name}: {install('onnx')}")

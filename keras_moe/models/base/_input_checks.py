@@ -88,7 +88,6 @@ def array_values(value: object) -> np.ndarray | None:
 
 
 def is_array(value: object) -> bool:
-    """Whether `value` is a NumPy array or a backend's tensor."""
     return isinstance(value, np.ndarray) or ops.is_tensor(value)
 
 
@@ -104,7 +103,6 @@ def check_inputs(model: KerasModel, inputs: object, owner: object = None) -> Non
 
 
 def _check_patches(model, inputs):
-    """Raises ValueError if patches and grids of images do not fit."""
     most = getattr(model, "backbone", model).max_patches
     if not isinstance(inputs, dict):
         if is_array(inputs):
@@ -135,14 +133,11 @@ def check_prediction(model: Any, inputs: object) -> None:
 
 
 def has_no_examples(inputs: Any) -> bool:
-    """Whether the inputs are arrays with batch size 0."""
     values = inputs.values() if isinstance(inputs, dict) else [inputs]
     return any(is_array(x) and tuple(x.shape)[:1] == (0,) for x in values)
 
 
 def outputs_of_none(model: KerasModel) -> Any:
-    """Returns the outputs for an empty batch, as NumPy arrays."""
-
     def empty(symbolic):
         # Sizes that vary between batches become 0, too.
         shape = (0, *(size or 0 for size in symbolic.shape[1:]))

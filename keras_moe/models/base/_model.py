@@ -114,7 +114,6 @@ class MoEModel(Exportable, TorchParameters):
         return super()._run_through_graph(*args, **kwargs)
 
     def _training_method(self, name: str) -> Callable:
-        """Returns the Keras method of this name, such as `fit`."""
         return getattr(super(), name)
 
     def _training_data(self, x, y, sample_weight=None):

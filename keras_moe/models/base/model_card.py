@@ -125,6 +125,11 @@ class ModelCard:
         source: str | None = None,
     ) -> str:
         """Returns the card as Markdown with Hugging Face metadata."""
+        settings = [("data", self.data), *(self.recipe or {}).items()]
+        training = [(name, x) for name, x in settings if x not in (None, "")]
+        results = [
+            (x.metric, f"{x.value:.4g}", f"{x.data}, {x.split}") for x in self.results
+        ]
         sections = [
             f"---\n{self._metadata(model, name)}\n---",
             f"# {_line(name)}",
@@ -135,8 +140,8 @@ class ModelCard:
             _usage(source or name),
             _section("Architecture", ("argument", "value"), _architecture(model)),
             _section("Costs", ("", ""), _costs(model)),
-            _section("Training", ("setting", "value"), self._training()),
-            _section("Results", ("metric", "value", "data"), self._measured()),
+            _section("Training", ("setting", "value"), training),
+            _section("Results", ("metric", "value", "data"), results),
             "## Licence",
             f"The licence of the weights is {self.license}."
             if self.license
@@ -174,10 +179,6 @@ class ModelCard:
             eval_results=results or None,
         ).to_yaml()
 
-    def _training(self):
-        rows = [("data", self.data), *(self.recipe or {}).items()]
-        return [(name, x) for name, x in rows if x not in (None, "")]
-
     def _base(self):
         if self.base_model is None:
             return ""
@@ -188,11 +189,6 @@ class ModelCard:
             f"The training started from `{_line(self.base_model)}`, whose licence "
             f"{licence}."
         )
-
-    def _measured(self):
-        return [
-            (x.metric, f"{x.value:.4g}", f"{x.data}, {x.split}") for x in self.results
-        ]
 
 
 def write_card(

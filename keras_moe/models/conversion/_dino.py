@@ -97,9 +97,7 @@ def dino_spec(
             # transformers resizes those with registers with antialiasing.
             arguments["position_interpolation"] = "torch_bicubic"
     images = _spec.normalization(arguments["image_shape"][2], preprocessor, _IMAGES)
-    rules = _rules.image_tower_rules(
-        names, arguments, images, f"{names.patches}bias", axes=0
-    )
+    rules = _rules.image_tower_rules(names, arguments, images, axes=0)
     settings, notes = _spec.preprocessor_settings(preprocessor, crops=root is not None)
     name = "DINOv3" if root is None else "DINOv2"
     spec = _spec.ConversionSpec(
@@ -165,7 +163,7 @@ def dino_files(model: Any) -> tuple[dict, dict]:
         if config["gated_mlp"]:
             names = _with_mlp(names, _DINOV2_GATED[0])
             content["use_swiglu_ffn"] = True
-    rules = _rules.image_tower_rules(names, config, bias=f"{names.patches}bias", axes=0)
+    rules = _rules.image_tower_rules(names, config, axes=0)
     tensors = _rules.tensors_of(rules, tower.values, kind)
     if registers:
         # Of the pretraining; transformers' classes always have it.

@@ -85,7 +85,14 @@ def keras_hub_spec(
     model: keras.Model, tower: str | None
 ) -> tuple[PublishedTensors, _spec.ConversionSpec]:
     if isinstance(model, _PAIRS):
-        return _both_towers(model) if tower is None else _one_tower(model, tower)
+        if tower is None:
+            return _both_towers(model)
+        layers = _layers(model, tower)
+        file = KerasHubModel(model, {"": layers})
+        spec = _encoder_spec(model, layers[0], file)
+        other = "image" if tower == "text" else "text"
+        spec.notes += (f"the {other} tower and the logits' scale are left out",)
+        return file, spec
     texts = (*_TEXTS, *_LANGUAGE, *LANGUAGE_TASKS)
     own = "text" if isinstance(model, texts) else "image"
     if tower not in (None, own):
@@ -103,15 +110,6 @@ def _layers(model, tower):
     if isinstance(model, _hub.CLIPBackbone):
         layers.append(getattr(model, f"{name}_projection"))
     return layers
-
-
-def _one_tower(model, tower):
-    layers = _layers(model, tower)
-    file = KerasHubModel(model, {"": layers})
-    spec = _encoder_spec(model, layers[0], file)
-    other = "image" if tower == "text" else "text"
-    spec.notes += (f"the {other} tower and the logits' scale are left out",)
-    return file, spec
 
 
 def _both_towers(model):
@@ -132,7 +130,6 @@ def _both_towers(model):
 
 
 def _encoder_spec(model, encoder, names):
-    """Returns the spec of an encoder within a model, with full weight names."""
     has_head = isinstance(model, (_hub.ViTImageClassifier, _hub.CLIPBackbone))
     around = model if has_head else None
     if isinstance(encoder, _TEXTS):

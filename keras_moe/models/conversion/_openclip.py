@@ -130,10 +130,7 @@ def _image_spec(file, config, overrides):
         },
         _spec.CLIP_IMAGES,
     )
-    bias = f"{_VISUAL}conv1.bias"
-    rules = _rules.image_tower_rules(
-        _IMAGE, arguments, images, bias if bias in file else None
-    )
+    rules = _rules.image_tower_rules(_IMAGE, arguments, images, file)
     task = None
     if f"{_VISUAL}proj" in file:
         # (D, embedding), as in this library.
@@ -151,7 +148,6 @@ def _image_spec(file, config, overrides):
 
 
 def _activation(model):
-    """Returns the activation in a config; None without one."""
     if not model:
         return None
     return "quick_gelu" if model.get("quick_gelu") else "gelu"
@@ -219,6 +215,10 @@ def _text_spec(file, config, overrides):
     if activation == "gelu" and text.get("act_kwargs") == {"approximate": "tanh"}:
         activation, settings["act_kwargs"] = "gelu_pytorch_tanh", None
     _check_config("text_cfg", settings, _TEXT_UNSUPPORTED, file)
+    norm_kwargs = text.get("norm_kwargs") or {"eps": _EPSILON}
+    if norm_kwargs.keys() != {"eps"}:
+        expected = f"no arguments of norms but eps in the config of {file.path}"
+        raise unfit(expected, f"text_cfg.norm_kwargs={norm_kwargs!r}")
     names = _TEXT.under(root)
     arguments = _spec.text_tower_arguments(
         file,
@@ -226,7 +226,7 @@ def _text_spec(file, config, overrides):
         overrides,
         num_heads=text.get("heads", 8) if model else None,
         activation=activation,
-        epsilon=_epsilon(text, file),
+        epsilon=norm_kwargs["eps"],
         layer_scale=text.get("ls_init_value"),
     )
     _spec.agree(
@@ -261,14 +261,6 @@ def _text_spec(file, config, overrides):
     spec = _spec.ConversionSpec(_OPENCLIP, "CLIP", "TextBackbone", arguments, rules)
     spec.ignored, spec.notes = left, () if model else (_ASSUMED,)
     return spec
-
-
-def _epsilon(text, file):
-    norm_kwargs = text.get("norm_kwargs") or {"eps": _EPSILON}
-    if norm_kwargs.keys() != {"eps"}:
-        expected = f"no arguments of norms but eps in the config of {file.path}"
-        raise unfit(expected, f"text_cfg.norm_kwargs={norm_kwargs!r}")
-    return norm_kwargs["eps"]
 
 
 def _projection(file, root):

@@ -6,7 +6,7 @@ weight, and `tensor` inverts it.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -439,10 +439,13 @@ def image_tower_rules(
     names: TowerNames,
     arguments: dict,
     images: Normalization | None = None,
-    bias: str | None = None,
+    file: Collection[str] | None = None,
     axes: int = 1,
 ) -> dict:
     """Rules without the head; stored positions lack `axes` leading axes of size 1."""
+    bias = f"{names.patches}bias"
+    # A file may lack it.
+    bias = bias if file is None or bias in file else None
     rules = {
         **patches(f"{names.patches}weight", bias, True, images),
         **tower_rules(names, arguments),

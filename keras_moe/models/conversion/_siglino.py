@@ -174,7 +174,6 @@ def _experts(file, config, num_layers):
 
 
 def _backbone_rules(arguments, has_norms):
-    """Rules of all weights of a backbone."""
     rules: dict = {
         "patch_embedding/kernel": _rules.Matrix(_PATCHES, inputs=3),
         "patch_embedding/bias": _rules.Filled(),

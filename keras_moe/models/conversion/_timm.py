@@ -191,9 +191,7 @@ def _vit_spec(file, config, overrides):
     settings = {**config, **config.get("model_args", {})}
     arguments = _vit_arguments(file, config, settings, overrides)
     images = image_normalization(config, arguments["image_shape"][2])
-    bias = f"{_VIT.patches}bias"
-    bias = bias if bias in file else None
-    rules = _rules.image_tower_rules(_VIT, arguments, images, bias, axes=0)
+    rules = _rules.image_tower_rules(_VIT, arguments, images, file, axes=0)
     rules["position_embedding/embedding"] = _rules.Positions(
         _VIT.positions, without_class_token=_lacks_class_row(file, arguments)
     )
@@ -262,8 +260,7 @@ def _dinov3_spec(file, config, overrides):
 
 def _dinov3_rules(names, arguments, has_biases, images=None):
     """Rules of a tower; without biases, those of queries and values are zeros."""
-    bias = f"{names.patches}bias"
-    rules = _rules.image_tower_rules(names, arguments, images, bias, axes=0)
+    rules = _rules.image_tower_rules(names, arguments, images, axes=0)
     for i in range(arguments["num_layers"]):
         for projection, name in _DINOV3_BIASES.items():
             rule = (

@@ -96,10 +96,7 @@ def _image_spec(file, config, overrides):
         preprocessor,
         _spec.CLIP_IMAGES if is_clip else None,
     )
-    bias = f"{names.patches}bias"
-    rules = _rules.image_tower_rules(
-        names, arguments, images, bias if bias in file else None
-    )
+    rules = _rules.image_tower_rules(names, arguments, images, file)
     task = None
     image_arguments, notes = _spec.preprocessor_settings(preprocessor, crops=is_clip)
     if is_flat:
@@ -268,9 +265,7 @@ def _exported_image(tower, is_clip):
     }
     names = _IMAGE.under(_IMAGE_ROOT)
     if not is_clip:
-        rules = _rules.image_tower_rules(
-            names, tower.config, bias=f"{names.patches}bias"
-        )
+        rules = _rules.image_tower_rules(names, tower.config)
         if tower.config["max_patches"] is not None:
             side = config.pop("image_size") // config["patch_size"]
             config.update(model_type="siglip2_vision_model", num_patches=side**2)

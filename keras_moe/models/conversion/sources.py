@@ -55,13 +55,11 @@ _STEMS = (
 _WEIGHTS = tuple(f"{stem}{end}" for stem in _STEMS for end in (".safetensors", _INDEX))
 
 
-def is_convertible(source: Any) -> bool:
-    """Whether `convert` reads `source`; raises ValueError for refused ones."""
+def is_convertible(source: object) -> bool:
     return _located(source)[0] is not None
 
 
-def check_convertible(source: Any) -> None:
-    """Raises ValueError unless `convert` can read the source."""
+def check_convertible(source: object) -> None:
     if isinstance(source, keras.Model) and not isinstance(source, _keras_hub.CLASSES):
         names = sorted(cls.__name__ for cls in _keras_hub.CLASSES)
         raise unfit(f"a KerasHub model of {names}", type(source).__name__)

@@ -177,7 +177,6 @@ class _Saved(ModelSource):
 
 
 def _registered_class(content):
-    """Returns the class named in a preset's file, or None."""
     return keras.saving.get_registered_object(str(content.get("registered_name")))
 
 

@@ -135,7 +135,6 @@ def _byte_pairs(merges, source):
 
 
 def _checked(vocabulary, merges, source):
-    """Returns the byte pairs after checking merges and ids."""
     merged = set()
     for merge in merges:
         pair = merge.split(" ")

@@ -9,17 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_moe._checks import (
-    check_bool,
-    check_image_shape,
-    check_integer,
-    check_number,
-    check_one_of,
-    check_pair,
-    check_positive,
-    import_extra,
-    unfit,
-)
+from keras_moe import _checks
 from keras_moe._files import IMAGE_FORMATS, open_regular
 from keras_moe.layers.position_embedding import (
     INTERPOLATIONS,
@@ -88,12 +78,12 @@ class ImagePreprocessor:
     patch_size: Any = None
 
     def __post_init__(self):
-        shape = check_image_shape(self.image_shape)
-        check_one_of("interpolation", self.interpolation, INTERPOLATIONS[:2])
-        check_bool("antialias", self.antialias)
+        shape = _checks.check_image_shape(self.image_shape)
+        _checks.check_one_of("interpolation", self.interpolation, INTERPOLATIONS[:2])
+        _checks.check_bool("antialias", self.antialias)
         crop, names = self.center_crop, self.class_names
         if crop is not None and not 0 < crop <= 1:
-            raise unfit("center_crop to be None or in (0, 1]", center_crop=crop)
+            raise _checks.unfit("center_crop to be None or in (0, 1]", center_crop=crop)
         values = {
             "image_shape": shape,
             "mean": _per_channel("mean", self.mean, shape[2]),
@@ -102,24 +92,28 @@ class ImagePreprocessor:
             "class_names": None if names is None else tuple(names),
         }
         if isinstance(names, str) or not all(isinstance(x, str) for x in names or ()):
-            raise unfit("class_names to be None or a list of names", class_names=names)
+            raise _checks.unfit(
+                "class_names to be None or a list of names", class_names=names
+            )
         if min(values["std"]) <= 0:
             raise ValueError(f"Expected std above 0; received: std={self.std!r}")
         most, size = self.max_patches, self.patch_size
-        check_integer("max_patches", most, optional=True)
-        check_integer("min_patches", self.min_patches, 1, most, optional=True)
+        _checks.check_integer("max_patches", most, optional=True)
+        _checks.check_integer("min_patches", self.min_patches, 1, most, optional=True)
         if (most is None) != (size is None) or (most is None and self.min_patches):
             expected = "patch_size with max_patches, and min_patches only with them"
-            raise unfit(
+            raise _checks.unfit(
                 expected,
                 max_patches=most,
                 min_patches=self.min_patches,
                 patch_size=size,
             )
         if most is not None:
-            values["patch_size"] = check_pair("patch_size", size)
+            values["patch_size"] = _checks.check_pair("patch_size", size)
             if crop is not None:
-                raise unfit("center_crop=None with max_patches", center_crop=crop)
+                raise _checks.unfit(
+                    "center_crop=None with max_patches", center_crop=crop
+                )
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -135,7 +129,7 @@ class ImagePreprocessor:
 
     def batch(self, images: object, max_value: float | None = None) -> tuple[Any, bool]:
         """A batch of preprocessed images, and whether a single image was given."""
-        check_positive("max_value", max_value, optional=True)
+        _checks.check_positive("max_value", max_value, optional=True)
         is_one = False
         if isinstance(images, (list, tuple)):
             images = [_array(image) for image in images]
@@ -194,8 +188,7 @@ class ImagePreprocessor:
         image = image[np.ix_(down, across)].astype("float32") / np.float32(white)
         # Cubic weights overshoot; like Pillow, clip after each direction.
         image = np.tensordot(columns[:, across], image, (1, 1)).clip(0.0, 1.0)
-        image = np.tensordot(rows[:, down], image, (1, 1)).clip(0.0, 1.0)
-        return image
+        return np.tensordot(rows[:, down], image, (1, 1)).clip(0.0, 1.0)
 
     def _weights(self, old, new, start, count):
         """Returns resize weights for `count` rows; all rows could exhaust memory."""
@@ -242,12 +235,14 @@ class ImagePreprocessor:
         image_shape, own = tuple(backbone.image_shape), budget(backbone.config)
         if image_shape != self.image_shape:
             expected = f"a preprocessor of image_shape={image_shape}"
-            raise unfit(expected, image_shape=self.image_shape)
+            raise _checks.unfit(expected, image_shape=self.image_shape)
         if own != budget(self):
-            raise unfit(f"a preprocessor of {own or 'whole images'}", **budget(self))
+            raise _checks.unfit(
+                f"a preprocessor of {own or 'whole images'}", **budget(self)
+            )
         names = self.class_names
         if names is not None and num_classes not in (None, len(names)):
-            raise unfit(f"class_names of {num_classes} classes", len(names))
+            raise _checks.unfit(f"class_names of {num_classes} classes", len(names))
 
     def get_config(self) -> dict:
         config = asdict(self)
@@ -265,14 +260,14 @@ def _per_channel(name, value, channels):
     values = tuple(np.ravel(value).tolist())
     if len(values) not in (1, channels):
         expected = f"{name} to be a number or one per channel, {channels} in all"
-        raise unfit(expected, f"{name}={value!r}")
-    return tuple(check_number(name, x) for x in values)
+        raise _checks.unfit(expected, f"{name}={value!r}")
+    return tuple(_checks.check_number(name, x) for x in values)
 
 
 def _read(path):
     """The pixels of an image file, upright."""
     message = "Photos in files need Pillow: pip install pillow"
-    photos: Any = import_extra("PIL.Image", message)
+    photos: Any = _checks.import_extra("PIL.Image", message)
     try:
         with open_regular(path) as file:
             return _array(photos.open(file, formats=IMAGE_FORMATS))
@@ -281,7 +276,7 @@ def _read(path):
         if isinstance(error, OSError) and error.filename is not None:
             raise
         reason = f"{os.fspath(path)} ({type(error).__name__}: {error})"
-        raise unfit("an image that can be decoded", reason) from error
+        raise _checks.unfit("an image that can be decoded", reason) from error
 
 
 def _array(image):
@@ -293,7 +288,9 @@ def _array(image):
         # Pillow images: a palette's indices are not pixels, and photos may lie on
         # their side, as their Exif says.
         if mode not in _MODES:
-            raise unfit(f"a Pillow image of a mode of {sorted(_MODES)}", mode=mode)
+            raise _checks.unfit(
+                f"a Pillow image of a mode of {sorted(_MODES)}", mode=mode
+            )
         from PIL import ImageOps
 
         return np.asarray(ImageOps.exif_transpose(image).convert(_MODES[mode]))
@@ -309,7 +306,7 @@ def _array(image):
     # NumPy's kind for bfloat16 is "V", as for structured arrays.
     if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
         expected = "images as numbers"
-        raise unfit(expected, f"{type(image).__name__} of dtype={array.dtype}")
+        raise _checks.unfit(expected, f"{type(image).__name__} of dtype={array.dtype}")
     return array
 
 
@@ -322,7 +319,7 @@ def _white(image, max_value):
     # NaN is not in any range.
     if not (low >= -1e-6 * white and high <= (1 + 1e-6) * white):
         expected = f"pixels in [0, {white:g}], or max_value=..."
-        raise unfit(expected, f"minimum={low:g}, maximum={high:g}")
+        raise _checks.unfit(expected, f"minimum={low:g}, maximum={high:g}")
     return white
 
 
@@ -336,6 +333,6 @@ def checked_preprocessor(
         return None
     if not isinstance(preprocessor, ImagePreprocessor):
         expected = "image_preprocessor to be an ImagePreprocessor or None"
-        raise unfit(expected, image_preprocessor=preprocessor)
+        raise _checks.unfit(expected, image_preprocessor=preprocessor)
     preprocessor.check_model(backbone)
     return preprocessor

@@ -101,7 +101,6 @@ class TextTokenizer:
         self.num_truncated = 0
 
     def _check_special_ids(self):
-        """Raises ValueError for special ids outside the vocabulary."""
         ids = getattr(self.tokenizer, "vocabulary", None)
         size = self.vocabulary_size
         if isinstance(ids, dict):

@@ -146,7 +146,6 @@ def compare_tokenizer(preset: str) -> None:
 
 
 def compare_preset(folder: str | os.PathLike) -> None:
-    """Verifies the weights and tokenizer files of a preset folder."""
     for name in ("model.weights.h5", INDEX, "task.weights.h5"):
         path = Path(folder) / name
         # A backbone's preset has no file for the head.
@@ -156,7 +155,6 @@ def compare_preset(folder: str | os.PathLike) -> None:
 
 
 def _read_json(path) -> Any:
-    """The content of a JSON file, or None if it is damaged."""
     try:
         return json.loads(_files.read_text(path))
     except (OSError, RecursionError, ValueError):
@@ -241,18 +239,15 @@ def check_folder(folder: str | os.PathLike) -> None:
     wanted = ["config.json", "model.weights.h5"]
     if "task.weights.h5" in names:
         wanted.append("task.json")
-    if _has_head(contents.get("task.json")):
+    # A task may have no weights in addition to its backbone's.
+    task = contents.get("task.json")
+    cls = keras.saving.get_registered_object(str((task or {}).get("registered_name")))
+    if task is not None and getattr(cls, "has_head", True):
         wanted.append("task.weights.h5")
     if any(x.startswith("model") and is_weights(Path(x)) for x in names):
         wanted.remove("model.weights.h5")
     if missing := [name for name in wanted if name not in names]:
         raise unfit(f"{missing[0]} in the preset folder {folder}", names)
-
-
-def _has_head(task):
-    """Whether a saved task has weights in addition to its backbone's."""
-    cls = keras.saving.get_registered_object(str((task or {}).get("registered_name")))
-    return task is not None and getattr(cls, "has_head", True)
 
 
 def check_files(folder: str | os.PathLike) -> dict[str, Any]:

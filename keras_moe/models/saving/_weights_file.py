@@ -16,18 +16,9 @@ import keras
 import ml_dtypes  # noqa: F401  NumPy then knows bfloat16.
 import numpy as np
 
+from keras_moe import _files
 from keras_moe._checks import unfit
 from keras_moe._compat import ask_to_proceed_with_overwrite, safe_get_h5_dataset
-from keras_moe._files import (
-    check_room,
-    new_file,
-    read_text,
-    sha256_of,
-    sync_file,
-    sync_folder,
-    write_failed,
-    write_json,
-)
 from keras_moe._types import KerasModel
 from keras_moe.models._remote import check_file_exists, get_file
 from keras_moe.models.saving import _preset_folder
@@ -103,37 +94,36 @@ def _save_whole(save, filepath, is_whole, overwrite, variables, shard=None):
         limit = int(max(min(shard * 1024**3, size), size / 64, 1))
         rest, overhead = range(size, 0, -limit), _OVERHEAD * len(variables)
         sizes = [min(limit, left) + overhead for left in rest]
-    check_room(path, *sizes)
+    _files.check_room(path, *sizes)
     prefix = f".{path.name}."
     with tempfile.TemporaryDirectory(".part", prefix, dir=path.parent) as folder:
         try:
             save(Path(folder) / path.name)
             _finish(Path(folder), path.parent)
         except OSError as error:
-            raise write_failed(error, path, size) from error
+            raise _files.write_failed(error, path, size) from error
 
 
 def _finish(folder, target):
     """Moves finished files into place and adds checksums to the index."""
     files = sorted(folder.iterdir())
     for index in folder.glob("*.json"):
-        content = json.loads(read_text(index))
-        sums = {file.name: sha256_of(file) for file in files if file != index}
+        content = json.loads(_files.read_text(index))
+        sums = {file.name: _files.sha256_of(file) for file in files if file != index}
         content["metadata"][_preset_folder.CHECKSUMS] = sums
-        write_json(index, content)
+        _files.write_json(index, content)
         # Index first: if the process is killed in between, its checksums do not match,
         # so new and old shards are never mixed.
         files = [index, *(file for file in files if file != index)]
     for file in files:
-        sync_file(file)
+        _files.sync_file(file)
     for file in files:
         # New files follow the umask.
         os.replace(file, target / file.name)
-    sync_folder(target)
+    _files.sync_folder(target)
 
 
 def _saved_variables(model, skipped):
-    """Returns the variables that Keras saves, including the optimizer's."""
     owners = [model, *filter(None, [getattr(model, "optimizer", None)])]
     left_out = {id(x) for owner in skipped for x in owner.variables}
     variables = {id(x): x for owner in owners for x in owner.variables}
@@ -141,7 +131,6 @@ def _saved_variables(model, skipped):
 
 
 def _size_of(variables: Iterable[keras.Variable]) -> int:
-    """Returns the file size for these variables, in bytes."""
     return sum(
         _OVERHEAD
         + math.prod(x.shape)
@@ -154,7 +143,7 @@ def _size_of(variables: Iterable[keras.Variable]) -> int:
 def new_hdf5(path: str | os.PathLike, variables: Iterable) -> Iterator[h5py.File]:
     """Opens an HDF5 file that atomically replaces `path` when closed."""
     with (
-        new_file(path, _size_of(variables)) as file,
+        _files.new_file(path, _size_of(variables)) as file,
         h5py.File(file.name, "w") as hdf5,
     ):
         yield hdf5
@@ -178,7 +167,6 @@ def checked_weights(filepath: str | os.PathLike) -> Iterator[None]:
 
 
 def _damage(file: Path) -> str | None:
-    """Returns why a file cannot be read, or None."""
     try:
         with h5py.File(file, "r") as hdf5:
             # One at a time, to save memory.
@@ -232,17 +220,14 @@ class SavedWeights:
         with _preset_folder.explained(self.path, self.name, LOAD_ANEW):
             if self.fills_head():
                 model.load_task_weights(get_file(self.path, "task.weights.h5"))
-            model.backbone.load_weights(self._backbone_file())
-
-    def _backbone_file(self):
-        if check_file_exists(self.path, "model.weights.h5"):
-            return get_file(self.path, "model.weights.h5")
-        index = get_file(self.path, _preset_folder.INDEX)
-        for name in _preset_folder.shard_names(
-            Path(index), json.loads(read_text(index))
-        ):
-            get_file(self.path, name)
-        return index
+            is_whole = check_file_exists(self.path, "model.weights.h5")
+            name = "model.weights.h5" if is_whole else _preset_folder.INDEX
+            file = Path(get_file(self.path, name))
+            if not is_whole:
+                content = json.loads(_files.read_text(file))
+                for shard in _preset_folder.shard_names(file, content):
+                    get_file(self.path, shard)
+            model.backbone.load_weights(file)
 
     def check(self) -> None:
         if self.is_wanted and "://" not in self.path:

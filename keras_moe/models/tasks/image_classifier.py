@@ -516,7 +516,6 @@ class MixerImageClassifier(ImageClassifier):
 
 
 def _preprocessor(source, config, overrides, backbone_config):
-    """Returns the source's preprocessor for the model's size and classes."""
     shape, num_classes = backbone_config["image_shape"], overrides.get("num_classes")
     own = budget(backbone_config)
     default = ImagePreprocessor(shape, class_names=source.class_names, **own)

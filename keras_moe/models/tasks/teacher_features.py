@@ -104,7 +104,6 @@ class _TeacherHead(Layer):
 
 
 def _heads(teachers: dict[str, Config], dtype: Any) -> dict[str, _TeacherHead]:
-    """The unbuilt heads of all teachers, by name."""
     return {
         name: _TeacherHead(**settings, dtype=dtype, name=f"teacher_{name}")
         for name, settings in teachers.items()

@@ -124,7 +124,6 @@ def rows_at(rows, at, size):
 
 
 def of_expert(stacked, expert):
-    """One expert's part of a stacked weight."""
     _, *shape = stacked.shape
     begin = (expert, *([0] * len(shape)))
     return ops.reshape(slice_at(stacked, begin, (1, *shape)), shape)

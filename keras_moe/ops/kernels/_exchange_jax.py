@@ -99,7 +99,6 @@ class Queues:
         self.busiest = jnp.max(jnp.sum(of_experts, axis=1))
 
     def round(self, number):
-        """The `Round` of that number."""
         first = number * self.size
         low, high = (
             jnp.clip(x - self.places, 0, self.counts)
@@ -247,8 +246,6 @@ def _forward(split, activation, rows, group_sizes, weights, keep):
 
 
 def _backward(split, activation, rows, group_sizes, weights, kept, upstream):
-    """The gradients in the rows and the weights."""
-
     def on_device(rows, group_sizes, weights, kept, upstream):
         (rows,), (group_sizes,), (upstream,) = rows, group_sizes, upstream
         kept = tuple(x[0] for x in kept)

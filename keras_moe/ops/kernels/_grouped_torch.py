@@ -113,7 +113,9 @@ def mlp_with_loop(activation, group_sizes, *inputs):
         x is not None and x.requires_grad for x in inputs
     ):
         return _Loop.apply(activation, sizes, *inputs)
-    if _is_short(sizes):
+    # Where a loop would take longer than a batch, which has rows of no expert.
+    longest = max(sizes)
+    if 0 < longest <= SHORT and len(sizes) * longest <= 3 * sum(sizes):
         return _in_one_batch(activation, sizes, *inputs)
     return _forward(activation, sizes, *inputs)
 
@@ -142,12 +144,6 @@ def _in_one_batch(activation, sizes, rows, output_kernel, output_bias, *first):
     torch.index_select(results, 0, places, out=outputs[: len(places)])
     outputs[len(places) :].zero_()
     return outputs
-
-
-def _is_short(sizes):
-    """Whether a loop would take longer than a batch, which has rows of no expert."""
-    longest = max(sizes)
-    return 0 < longest <= SHORT and len(sizes) * longest <= 3 * sum(sizes)
 
 
 def _forward(activation, sizes, rows, output_kernel, output_bias, *first, kept=None):

@@ -21,8 +21,6 @@ _TILE, _BYTES = 56, 90_000
 
 
 class _Counts:
-    """Counts of one layer."""
-
     def __init__(self, layer, num_patches):
         self.layer = layer
         self.queues = np.zeros((3, len(_EDGES) - 1), "int64")

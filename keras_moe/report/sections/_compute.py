@@ -23,8 +23,6 @@ _LEAST_SHARE = 0.05
 
 
 class _Counts:
-    """Counts of one layer."""
-
     def __init__(self, block):
         # Of the experts that pruning has kept.
         counts = (block.expert_types.count(name) for name in EXPERT_TYPES)

@@ -6,16 +6,8 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from keras_moe.analysis.routing import of_patches
-from keras_moe.report import _markup
+from keras_moe.report import _markup, section
 from keras_moe.report.model import IMAGE, TEXT, ReportedModel, shortened
-from keras_moe.report.section import (
-    Batch,
-    Html,
-    Reservoir,
-    Section,
-    SectionContent,
-    evenly_spaced,
-)
 
 # Characters of the page for the script's data, and for maps without the script.
 DATA_BUDGET, MAPS_BUDGET = 160_000, 110_000
@@ -44,7 +36,7 @@ class Example(NamedTuple):
         return None if self.image is None else f"example-{number}"
 
 
-class Explorer(Section):
+class Explorer(section.Section):
     """The section on each patch's and word's expert, layer by layer."""
 
     title = "One example, layer by layer"
@@ -68,7 +60,7 @@ class Explorer(Section):
         self._layers = {}
         for key, block in self._blocks.items():
             self._layers.setdefault(block.block, {})[block.modality] = key
-        self._reservoir = Reservoir.of_options(options)
+        self._reservoir = section.Reservoir.of_options(options)
 
     def update(self, batch):
         self._reservoir.offer(
@@ -86,11 +78,11 @@ class Explorer(Section):
             "of them as maps; the chooser, which needs JavaScript, has all."
         )
         body = [
-            Html(self._pictures(examples) + _markup.parts().chooser() + data),
-            Html(maps),
+            section.Html(self._pictures(examples) + _markup.parts().chooser() + data),
+            section.Html(maps),
             text,
         ]
-        return SectionContent(body, {"examples": _routing_data(examples)})
+        return section.SectionContent(body, {"examples": _routing_data(examples)})
 
     def _name(self, number, example):
         parts = [f"Example {number}"]
@@ -114,7 +106,6 @@ class Explorer(Section):
         return _markup.parts().pictures(images, cell * columns, cell * rows)
 
     def _data(self, examples, names, kept):
-        """The script's data."""
         layers = []
         for name, keys in self._layers.items():
             block = self._blocks[next(iter(keys.values()))]
@@ -169,7 +160,7 @@ class Explorer(Section):
             whole = (grid, _markup.CELL, image, "the image", "The image")
             rows += _markup.parts().map(*whole)
         layers = list(self._layers.items())
-        chosen = evenly_spaced(layers, _LAYERS)
+        chosen = section.evenly_spaced(layers, _LAYERS)
         for layer, keys in chosen:
             for modality, key in keys.items():
                 routing = example.routing[key]
@@ -187,7 +178,6 @@ class Explorer(Section):
 
 
 def _routing_data(examples):
-    """The examples for report.json."""
     data = []
     for number, example in examples.items():
         fields = example._asdict()
@@ -198,7 +188,7 @@ def _routing_data(examples):
 
 
 def kept_example(
-    model: ReportedModel, keys: list[str], batch: Batch, index: int
+    model: ReportedModel, keys: list[str], batch: section.Batch, index: int
 ) -> Example:
     """Copies what drawings need of an example."""
     words, routing = None, {}

@@ -108,7 +108,6 @@ class EntropySums:
         self._tokens = self._tokens_after = 0
 
     def add(self, gates: np.ndarray, combined: np.ndarray, served: np.ndarray) -> None:
-        """Adds tokens."""
         shares, _ = _normalised(gates)
         self._tokens += len(shares)
         self._local += float(entropy(shares).sum())

@@ -27,7 +27,6 @@ class LayerCounts:
         self.by_class = np.zeros((section.MAX_CLASSES, block.num_experts))
 
     def update(self, batch):
-        """Adds a batch."""
         block, counts = self.block, batch.routed_of(self.block)
         record = batch.routing[block.key]
         served = record.dispatched[counts]
@@ -324,7 +323,6 @@ def health_findings(layers: list[LayerCounts]) -> list[section.Finding]:
 
 
 def _load_findings(counts):
-    """Yields findings on experts without work, and on collapse."""
     block, shares, work = counts.block, counts.shares, counts.work
     number = int(block.is_present.sum())
     idle = np.flatnonzero((work == 0) & block.is_present)
@@ -356,7 +354,6 @@ def _load_findings(counts):
 
 
 def _drop_findings(counts):
-    """Yields findings on dropped choices and tokens."""
     key, kind = counts.block.key, counts.block.kind
     if kind == "token_choice" and counts.dropped > DROPS[0]:
         yield section.Finding(

@@ -19,8 +19,6 @@ _TOKENS = 2**13
 
 
 class _Counts:
-    """Counts of one layer."""
-
     def __init__(self, num_experts):
         self.load, self.total = np.zeros(num_experts, int), np.zeros(num_experts)
         self.tokens = 0

@@ -255,7 +255,6 @@ class TopTokens(section.Section):
 
 
 def _shown(model, modality):
-    """The blocks to show, of those whose tokens are patches or words."""
     return section.evenly_spaced(model.of_tokens(modality), _MOST_LAYERS)
 
 

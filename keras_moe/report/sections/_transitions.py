@@ -210,7 +210,6 @@ def _matrix(groups, size):
 
 
 def _placed(groups, heights, order):
-    """Nodes from top to bottom, with gaps between them."""
     nodes, top = [], 1.0
     # The rest and unserved tokens come last.
     for number in sorted(order, key=lambda node: groups[node][0] in (REST, UNSERVED)):
