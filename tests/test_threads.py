@@ -197,7 +197,7 @@ LOOKS = {
     language_model: {
         "continuations": lambda model: evaluation.continuation_log_likelihoods(
             model, [("a cat", " sat")]
-        ),
+        )
     },
 }
 SERVED = {

@@ -215,10 +215,7 @@ def test_weights_serve_patches_that_grow_with_their_image(kind, arguments, tmp_p
         for height, width in ((4, 4), (8, 12))
     )
     assert_close(
-        other.predict(large, verbose=0),
-        backbone.predict(small, verbose=0),
-        1e-4,
-        1e-4,
+        other.predict(large, verbose=0), backbone.predict(small, verbose=0), 1e-4, 1e-4
     )
 
 

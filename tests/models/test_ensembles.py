@@ -168,15 +168,12 @@ def test_equal_members_are_one_model():
         assert_close(features[1][name], features[0][name], 1e-4, 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("head", "probabilities"),
-    [
-        ({}, softmax),
-        ({"multi_label": True}, lambda x: 1 / (1 + np.exp(-x))),
-        ({"output_activation": "softmax"}, lambda x: x),
-        ({"pooling": "map", "representation_dim": 6}, softmax),
-    ],
-)
+@pytest.mark.parametrize(("head", "probabilities"), [
+    ({}, softmax),
+    ({"multi_label": True}, lambda x: 1 / (1 + np.exp(-x))),
+    ({"output_activation": "softmax"}, lambda x: x),
+    ({"pooling": "map", "representation_dim": 6}, softmax),
+])  # fmt: skip
 def test_probabilities_are_averaged(head, probabilities):
     model = ensemble(head)
     members = to_numpy(model(images(), training=True))
@@ -315,18 +312,15 @@ def test_costs_of_members():
     assert costs[0].memory["weights"] == costs[1].memory["weights"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"ensemble_size": 8}, "num_experts=4, ensemble_size=8"),
-        ({"ensemble_size": 3}, "multiple of ensemble_size"),
-        ({"ensemble_size": 0}, "ensemble_size=0"),
-        ({"ensemble_size": 2, "num_selected_experts": 3}, "num_selected_experts=3"),
-        ({"ensemble_size": 2, "expert_pools": [[0], [1]]}, "with modalities"),
-        ({"ensemble_size": 2, "zero_experts": 1}, "ensemble_size"),
-        ({"ensemble_size": 2, "router": "soft"}, "ensemble_size"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"ensemble_size": 8}, "num_experts=4, ensemble_size=8"),
+    ({"ensemble_size": 3}, "multiple of ensemble_size"),
+    ({"ensemble_size": 0}, "ensemble_size=0"),
+    ({"ensemble_size": 2, "num_selected_experts": 3}, "num_selected_experts=3"),
+    ({"ensemble_size": 2, "expert_pools": [[0], [1]]}, "with modalities"),
+    ({"ensemble_size": 2, "zero_experts": 1}, "ensemble_size"),
+    ({"ensemble_size": 2, "router": "soft"}, "ensemble_size"),
+])  # fmt: skip
 def test_bad_arguments(arguments, message):
     refuses(message, vit, **arguments)
 

@@ -208,8 +208,7 @@ def test_a_section_of_ones_own(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "removed"),
-    [("router_drop", True), ("router_pred_skip", True)],
+    ("method", "removed"), [("router_drop", True), ("router_pred_skip", True)]
 )
 def test_a_report_on_pruned_layers(model, tmp_path, method, removed):
     smaller = prune_experts(model, {"block_1": [1, 3]}, method, removed)
