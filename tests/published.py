@@ -375,15 +375,11 @@ def save_open_clip(model, config, folder, **preprocess):
 def open_clip_folder(folder, text=None, image=None, **model):
     """Zeros under OpenCLIP's names, which need no library, and a config."""
     shapes = {
-        "visual.conv1.weight": (8, 3, 4, 4),
-        "visual.class_embedding": (8,),
-        "visual.positional_embedding": (5, 8),
-        "visual.proj": (8, 4),
-        "logit_scale": (),
-        "token_embedding.weight": (20, 8),
-        "positional_embedding": (6, 8),
+        "visual.conv1.weight": (8, 3, 4, 4), "visual.class_embedding": (8,),
+        "visual.positional_embedding": (5, 8), "visual.proj": (8, 4), "logit_scale": (),
+        "token_embedding.weight": (20, 8), "positional_embedding": (6, 8),
         "text_projection": (8, 4),
-    }
+    }  # fmt: skip
     blocks = ["visual.transformer.resblocks.0.", "transformer.resblocks.0."]
     for name in ("visual.ln_pre", "visual.ln_post", "ln_final"):
         shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (8,)

@@ -51,14 +51,8 @@ ONLY_IN = {
 }
 # The rooms of models, each of which may import those before it.
 ROOMS = [
-    "saving",
-    "preprocessing",
-    "conversion",
-    "loading",
-    "base",
-    "backbones",
-    "tasks",
-]
+    "saving", "preprocessing", "conversion", "loading", "base", "backbones", "tasks",
+]  # fmt: skip
 # What families share; a family's file imports no other family's.
 SHARED = ("base", "config", "tower", "_pairs")
 # The only file that may import what Keras and KerasHub do not publish.

@@ -57,12 +57,8 @@ def counted(layer):
 
 @pytest.mark.parametrize(("preset", "published", "unit"), [
     # MLP-Mixer, Table 1 (without the head).
-    ("mixer_s32", 19, 1e6),
-    ("mixer_s16", 18, 1e6),
-    ("mixer_b32", 60, 1e6),
-    ("mixer_b16", 59, 1e6),
-    ("mixer_l32", 206, 1e6),
-    ("mixer_l16", 207, 1e6),
+    ("mixer_s32", 19, 1e6), ("mixer_s16", 18, 1e6), ("mixer_b32", 60, 1e6),
+    ("mixer_b16", 59, 1e6), ("mixer_l32", 206, 1e6), ("mixer_l16", 207, 1e6),
     ("mixer_h14", 431, 1e6),
     # From Sparse to Soft Mixtures of Experts, in units of 100 million.
     ("soft_moe_s14", 18, 1e8),

@@ -50,17 +50,10 @@ def sentence_piece():
 
     proto = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(FEW),
-        model_writer=proto,
-        vocab_size=24,
-        hard_vocab_limit=False,
-        model_type="unigram",
-        pad_id=0,
-        eos_id=1,
-        unk_id=2,
-        bos_id=-1,
-        minloglevel=2,
-    )
+        sentence_iterator=iter(FEW), model_writer=proto, vocab_size=24,
+        hard_vocab_limit=False, model_type="unigram", pad_id=0, eos_id=1, unk_id=2,
+        bos_id=-1, minloglevel=2,
+    )  # fmt: skip
     return proto.getvalue()
 
 

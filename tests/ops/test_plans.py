@@ -133,14 +133,6 @@ def test_a_token_without_a_slot_is_never_read(place):
     assert_same(slots[empty], 0)
 
 
-def test_an_empty_slot_is_never_read():
-    plan = random_plan(selected=1, capacity=6)
-    slot_tokens = keras.ops.convert_to_numpy(plan.slot_tokens)
-    outputs = normal(0, 2, 4, 6, 3)
-    outputs[slot_tokens == -1] = np.nan
-    assert np.all(np.isfinite(to_numpy(plan.combine(outputs))))
-
-
 @each_form
 def test_bad_shapes(form):
     to_slots, to_tokens = FORMS[form]

@@ -160,11 +160,8 @@ def pooled_router(num_modalities):
         5,
         2,
         capacity=2,
-        num_modalities=num_modalities,
-        expert_pools=POOLS,
-        priority=(1, 0),
-        seed=0,
-    )
+        num_modalities=num_modalities, expert_pools=POOLS, priority=(1, 0), seed=0,
+    )  # fmt: skip
     router.build((None, 8, 5))
     eye = np.eye(5, dtype="float32")
     router.kernel.assign(np.stack([eye, -eye]) if num_modalities else eye)
