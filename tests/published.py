@@ -299,6 +299,14 @@ def transformers_dinov3(**options):
     return torch_randomized(transformers.DINOv3ViTModel(config))
 
 
+def read_back(cls, folder):
+    """A model of transformers from a folder that has its tensors and no others."""
+    model, report = cls.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    return model
+
+
 @contextlib.contextmanager
 def _without_torchvision():
     """Stand-ins for what OpenCLIP imports to read images, which no test does."""
