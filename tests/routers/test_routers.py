@@ -456,13 +456,9 @@ WEIGHTS["importance_loss_weight"] = "importance"
 def case(request, monkeypatch):
     arrays, config = golden.load(request.param)
     dispatcher = config["dispatcher"]
-    options = {
-        "capacity": dispatcher.get("capacity"),
-        "capacity_factor": dispatcher.get("capacity_factor"),
-        "capacity_multiple_of": None if "capacity" in dispatcher else 4,
-        "noise_std": config["noise_std"],
-        "evaluation": "official",
-    }
+    options = {x: dispatcher.get(x) for x in ("capacity", "capacity_factor")}
+    options["capacity_multiple_of"] = None if "capacity" in dispatcher else 4
+    options |= {"noise_std": config["noise_std"], "evaluation": "official"}
     if "expert_choice" in request.param:
         router = ExpertChoiceRouter(config["E"], **options)
     else:
