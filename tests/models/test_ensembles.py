@@ -53,24 +53,18 @@ def reference(case):
     moe = config["encoder"]["moe"]
     given = moe["router"]["dispatcher"]
     limits = {x: given[x] for x in ("capacity", "capacity_factor") if x in given}
-    backbone = models.ViTBackbone.from_config(
-        {
-            "image_shape": (16, 24, 3),
-            "patch_size": tuple(config["patch_size"]),
-            "hidden_dim": config["hidden_size"],
-            "class_token": config["classifier"] == "token",
-            **{x: config["encoder"][x] for x in ("num_layers", "num_heads", "mlp_dim")},
-            "moe_layers": moe["layers"],
-            "num_experts": moe["num_experts"],
-            "ensemble_size": moe["ensemble_size"],
-            "num_selected_experts": moe["router"]["num_selected_experts"],
-            "examples_per_group": 4,
-            "evaluation": "official",
-            "noise_std": 0.0,
-            "auxiliary_losses": {"importance": 0.5},
-            **limits,
-        }
-    )
+    fields = {
+        "image_shape": (16, 24, 3), "patch_size": tuple(config["patch_size"]),
+        "hidden_dim": config["hidden_size"],
+        "class_token": config["classifier"] == "token",
+        **{x: config["encoder"][x] for x in ("num_layers", "num_heads", "mlp_dim")},
+        **{x: moe[x] for x in ("num_experts", "ensemble_size")},
+        "moe_layers": moe["layers"], "examples_per_group": 4,
+        "num_selected_experts": moe["router"]["num_selected_experts"],
+        "evaluation": "official", "noise_std": 0.0,
+        "auxiliary_losses": {"importance": 0.5}, **limits,
+    }  # fmt: skip
+    backbone = models.ViTBackbone.from_config(fields)
     dim = config["representation_size"]
     model = models.ViTImageClassifier(backbone, 7, representation_dim=dim)
     for name, array in arrays.items():

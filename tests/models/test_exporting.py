@@ -182,7 +182,7 @@ def test_pytorch_programs_of_one_batch(config, tmp_path):
 LIMITED = {"evaluation": "batch_invariant", "eval_capacity_factor": 0.5}
 ONNX = {
     "vmoe": ANY_BATCH["classifier"],
-    "int8": lambda: quantized(ANY_BATCH["classifier"]()),
+    "int8": lambda: quantized(with_weights(classifier(**ONE_BLOCK))),
     "capacity": lambda: vit(**ONE_BLOCK, **LIMITED, priority="max_gate"),
     "expert choice": ANY_BATCH["expert choice"],
     "soft": ANY_BATCH["soft"],
@@ -263,10 +263,6 @@ def test_signatures_of_other_inputs_are_refused(shapes, tmp_path):
         options = {"format": format, "input_signature": given}
         refuses(message, model.export, tmp_path / "x", **options)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_is_no_file_to_export_to(tmp_path):
-    model = vit(**ONE_BLOCK)
     for format in ("onnx", "torch"):
         refuses("received a folder: filepath=", model.export, tmp_path, format=format)
 

@@ -431,13 +431,8 @@ def test_fit_and_evaluate_report_it(tmp_path):
     model.compile(keras.optimizers.SGD(0.0), SoftmaxContrastiveLoss(), metrics=metrics)
     expected = accuracy(model.predict(PAIRS, verbose=0))
     weights = np.array([1.0, 1.0, 1.0, 0.0])
-    history = model.fit(
-        FOUR,
-        sample_weight=weights,
-        validation_data=(FOUR, None, weights),
-        batch_size=4,
-        verbose=0,
-    ).history
+    options = {"sample_weight": weights, "batch_size": 4, "verbose": 0}
+    history = model.fit(FOUR, validation_data=(FOUR, None, weights), **options).history
     names = {"loss", "contrastive_accuracy"}
     assert set(history) == names | {f"val_{name}" for name in names}
     assert history["val_contrastive_accuracy"] == [pytest.approx(expected)]
