@@ -6,11 +6,8 @@ import keras_hub
 import numpy as np
 
 SIZES = {
-    "vocabulary_size": 20,
-    "num_layers": 2,
-    "hidden_dim": 8,
-    "intermediate_dim": 12,
-}
+    "vocabulary_size": 20, "num_layers": 2, "hidden_dim": 8, "intermediate_dim": 12,
+}  # fmt: skip
 GROUPED = {"num_query_heads": 2, "num_key_value_heads": 1}
 HEADS = {"num_heads": 2, "max_sequence_length": 12}
 MODELS = {

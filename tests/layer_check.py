@@ -11,7 +11,7 @@ from keras import tree
 
 from keras_moe._compat import flatten_layers
 from keras_moe.routers import PathwayAwareRouter
-from tests.compare import assert_same
+from tests.compare import assert_close, assert_same
 from tests.training_gradients import training_gradients
 
 # Arguments of a layer's base class that it refuses.
@@ -72,9 +72,7 @@ def check_shapes_and_saving(make, inputs, folder):
         assert known == [b for b in spec.shape if b is not None]
         assert keras.backend.standardize_dtype(value.dtype) == spec.dtype
         if spec.shape[0] is None:
-            np.testing.assert_allclose(
-                keras.ops.convert_to_numpy(value), compiled, rtol=1e-4, atol=1e-5
-            )
+            assert_close(value, compiled, 1e-4, 1e-5)
     path = folder / "model.keras"
     model.save(path)
     loaded = keras.saving.load_model(path, safe_mode=True)
@@ -89,9 +87,8 @@ def check_policy(make, inputs, policy, float32_weights):
     check_outputs(layer, inputs)
     for weight in layer.trainable_weights:
         wanted = dtype.variable_dtype
-        if layer.dtype_policy.name == "float32" or weight.path.endswith(
-            float32_weights
-        ):
+        is_kept = weight.path.endswith(float32_weights)
+        if layer.dtype_policy.name == "float32" or is_kept:
             wanted = "float32"
         assert weight.dtype == wanted, weight.path
     # Layers given as arguments keep their own policy.

@@ -299,6 +299,14 @@ def transformers_dinov3(**options):
     return torch_randomized(transformers.DINOv3ViTModel(config))
 
 
+def read_back(cls, folder):
+    """A model of transformers from a folder that has its tensors and no others."""
+    model, report = cls.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    return model
+
+
 @contextlib.contextmanager
 def _without_torchvision():
     """Stand-ins for what OpenCLIP imports to read images, which no test does."""
@@ -375,15 +383,11 @@ def save_open_clip(model, config, folder, **preprocess):
 def open_clip_folder(folder, text=None, image=None, **model):
     """Zeros under OpenCLIP's names, which need no library, and a config."""
     shapes = {
-        "visual.conv1.weight": (8, 3, 4, 4),
-        "visual.class_embedding": (8,),
-        "visual.positional_embedding": (5, 8),
-        "visual.proj": (8, 4),
-        "logit_scale": (),
-        "token_embedding.weight": (20, 8),
-        "positional_embedding": (6, 8),
+        "visual.conv1.weight": (8, 3, 4, 4), "visual.class_embedding": (8,),
+        "visual.positional_embedding": (5, 8), "visual.proj": (8, 4), "logit_scale": (),
+        "token_embedding.weight": (20, 8), "positional_embedding": (6, 8),
         "text_projection": (8, 4),
-    }
+    }  # fmt: skip
     blocks = ["visual.transformer.resblocks.0.", "transformer.resblocks.0."]
     for name in ("visual.ln_pre", "visual.ln_post", "ln_final"):
         shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (8,)

@@ -93,17 +93,10 @@ def small_pairs_model(captions: list[str]) -> Any:
     """A LIMoE for images of (8, 8, 3), whose tokenizer is trained on captions."""
     tokenizer = models.TextTokenizer.trained(captions, 520, max_length=8)
     backbone = models.LIMoEBackbone(
-        image_shape=(8, 8, 3),
-        patch_size=4,
-        vocabulary_size=520,
-        max_length=8,
-        hidden_dim=8,
-        num_layers=2,
-        num_heads=2,
-        mlp_dim=16,
-        projection_dim=4,
+        image_shape=(8, 8, 3), patch_size=4, vocabulary_size=520, max_length=8,
+        hidden_dim=8, num_layers=2, num_heads=2, mlp_dim=16, projection_dim=4,
         moe={"num_experts": 4, "router": ONE_EXPERT_PER_TOKEN},
-    )
+    )  # fmt: skip
     return models.ContrastiveModel(with_weights(backbone), tokenizer)
 
 

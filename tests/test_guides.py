@@ -25,17 +25,11 @@ GUIDES = sorted((ROOT / "guides").glob("*.py"))
 # and take 1.6 to 3 times as long on JAX as on PyTorch; the comparison of models takes
 # as long on both, and the guide on paper trains nothing.
 BACKENDS = {
-    "fine_tune_another_resolution": "torch",
-    "limoe_captions_to_pruning": "torch",
-    "moepp_compute": "torch",
-    "mumoe_experts": "torch",
-    "six_routers": "torch",
-    "training_at_scale": "tensorflow",
-    "upcycling": "torch",
-    "vmoe_in_ten_minutes": "torch",
-    "when_experts_help": "jax",
-    "your_own": "torch",
-}
+    "fine_tune_another_resolution": "torch", "limoe_captions_to_pruning": "torch",
+    "moepp_compute": "torch", "mumoe_experts": "torch", "six_routers": "torch",
+    "training_at_scale": "tensorflow", "upcycling": "torch",
+    "vmoe_in_ten_minutes": "torch", "when_experts_help": "jax", "your_own": "torch",
+}  # fmt: skip
 each_guide = pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
 
 

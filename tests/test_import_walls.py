@@ -51,14 +51,8 @@ ONLY_IN = {
 }
 # The rooms of models, each of which may import those before it.
 ROOMS = [
-    "saving",
-    "preprocessing",
-    "conversion",
-    "loading",
-    "base",
-    "backbones",
-    "tasks",
-]
+    "saving", "preprocessing", "conversion", "loading", "base", "backbones", "tasks",
+]  # fmt: skip
 # What families share; a family's file imports no other family's.
 SHARED = ("base", "config", "tower", "_pairs")
 # The only file that may import what Keras and KerasHub do not publish.
@@ -207,16 +201,10 @@ def test_imports_point_one_way_and_in_no_circle():
     ("losses/a.py", "import scipy", "imports scipy; only keras and numpy"),
     ("training/a.py", "import guides", "guides may be imported by nothing"),
     ("models/base/a.py", "from .. import tasks", "models/base must not import mod"),
-    (
-        "models/loading/a.py",
-        "import keras_moe.models.base",
-        "models/loading must not import models/base",
-    ),
-    (
-        "models/backbones/clip.py",
-        "from keras_moe.models.backbones.limoe import LIMoEBackbone",
-        "a family must not import the family limoe",
-    ),
+    ("models/loading/a.py", "import keras_moe.models.base",
+     "models/loading must not import models/base"),
+    ("models/backbones/clip.py", "from keras_moe.models.backbones.limoe import A",
+     "a family must not import the family limoe"),
     ("unknown/a.py", "import keras", "the folder unknown has no entry"),
     ("training/a.py", "from ..cli import main", "nothing may import cli"),
 ])  # fmt: skip

@@ -3,6 +3,7 @@
 import json
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import keras
@@ -75,25 +76,14 @@ DOORS = {
 
 def in_threads(functions):
     """Calls functions at the same time; their results, or the first one's error."""
-    results, start = {}, threading.Barrier(len(functions))
+    start = threading.Barrier(len(functions))
 
-    def work(number):
+    def work(function):
         start.wait()
-        try:
-            results[number] = functions[number]()
-        except Exception as error:
-            results[number] = error
+        return function()
 
-    numbers = range(len(functions))
-    threads = [threading.Thread(target=work, args=(number,)) for number in numbers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number in numbers:
-        if isinstance(results[number], Exception):
-            raise results[number]
-    return [results[number] for number in numbers]
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(work, functions))
 
 
 def assert_same(actual, expected):
@@ -188,7 +178,9 @@ LOOKS = {
     },
     pairs: {
         "usage": lambda model: usage(
-            model.backbone, pair_inputs(model), contributions=True
+            model.backbone,
+            {"images": PIXELS, **model.preprocessor(TEXTS)},
+            contributions=True,
         ).to_dict(),
         "zero shot": lambda model: (
             evaluation.zero_shot_from_model(model, PIXELS, np.arange(4), TEXTS).ranks
@@ -197,7 +189,7 @@ LOOKS = {
     language_model: {
         "continuations": lambda model: evaluation.continuation_log_likelihoods(
             model, [("a cat", " sat")]
-        ),
+        )
     },
 }
 SERVED = {
@@ -206,10 +198,6 @@ SERVED = {
     pairs: DOORS[pairs]["similarity"],
     language_model: DOORS[language_model]["generate"],
 }
-
-
-def pair_inputs(model):
-    return {"images": PIXELS, **model.preprocessor(TEXTS)}
 
 
 @pytest.mark.parametrize("make", LOOKS)

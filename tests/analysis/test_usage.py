@@ -81,9 +81,8 @@ def test_classes_are_counted_batch_by_batch(model):
         model, iter(batches), "labels", group_names=["a", "b", "c"], verbose=0
     )
     assert again.groups == ["a", "b", "c"]
-    np.testing.assert_array_equal(
-        again.blocks["block_1"].tokens, usage.blocks["block_1"].tokens
-    )
+    both = (x.blocks["block_1"].tokens for x in (again, usage))
+    np.testing.assert_array_equal(*both)
 
 
 def test_contributions_are_weights_times_norms(model):
@@ -167,8 +166,7 @@ def test_padding_of_two_towers():
         np.testing.assert_array_equal(usage.blocks[name].tokens[0], expected)
     with pytest.raises(ValueError, match=r"a dict of names.*\['image', 'text'\]"):
         expert_usage(model, PAIRS, mask="padding_mask", verbose=0)
-    usage = expert_usage(
-        model, PAIRS, mask="padding_mask", modality="text", verbose=0
-    ).blocks
+    options = {"mask": "padding_mask", "modality": "text", "verbose": 0}
+    usage = expert_usage(model, PAIRS, **options).blocks
     expected = records["text/block_1"].dispatched[IDS != 0].sum(axis=0)
     np.testing.assert_array_equal(usage["text/block_1"].tokens[0], expected)

@@ -61,9 +61,8 @@ def test_a_failed_verification_keeps_what_was_there(tmp_path, convert, monkeypat
     def fail(*_):
         raise ValueError("it differs")
 
-    models.from_preset("vmoe_digits", load_weights=False).save_to_preset(
-        tmp_path / "out"
-    )
+    model = models.from_preset("vmoe_digits", load_weights=False)
+    model.save_to_preset(tmp_path / "out")
     before = contents(tmp_path / "out")
     monkeypatch.setattr("keras_moe.cli.convert.compare_saved", fail)
     for out in ("out", "new"):
@@ -75,10 +74,8 @@ def test_a_failed_verification_keeps_what_was_there(tmp_path, convert, monkeypat
 
 def test_pairs_and_their_towers(tmp_path, done):
     hub_randomized(hub_clip()).save_to_preset(tmp_path / "hub")
-    for arguments, name in (
-        ((), "ContrastiveModel"),
-        (("--tower", "text"), "TextBackbone"),
-    ):
+    options = {"ContrastiveModel": (), "TextBackbone": ("--tower", "text")}
+    for name, arguments in options.items():
         out = tmp_path / name
         done("convert", tmp_path / "hub", out, "--quiet", *arguments)
         assert type(models.from_preset(str(out))).__name__ == name

@@ -32,9 +32,8 @@ def digits(tmp_path_factory):
     """A classifier of digits, with a head of its own, and its folder."""
     keras.utils.set_random_seed(1)
     model = small(num_classes=10)
-    model.output_dense.kernel.assign(
-        np.random.default_rng(0).normal(size=model.output_dense.kernel.shape)
-    )
+    kernel = model.output_dense.kernel
+    kernel.assign(np.random.default_rng(0).normal(size=kernel.shape))
     folder = tmp_path_factory.mktemp("run") / "preset"
     model.save_to_preset(folder)
     return model, folder

@@ -7,12 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_moe.data import (
-    load_captions,
-    load_pairs,
-    num_pairs,
-    write_tfrecords,
-)
+from keras_moe.data import load_captions, load_pairs, num_pairs, write_tfrecords
 from keras_moe.data._captions import batch_sizes
 from tests.pipelines import SHAPE as COLOUR
 from tests.pipelines import check_resumption, png, rows

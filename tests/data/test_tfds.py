@@ -26,13 +26,7 @@ def example(index):
 
 
 def make_builder(
-    name,
-    data_dir,
-    features,
-    encode,
-    supervised_keys=None,
-    splits=COUNTS,
-    version="1.0.0",
+    name, data_dir, features, encode, keys=None, splits=COUNTS, version="1.0.0"
 ):
     """Writes a data set below data_dir: no code of it is needed to read it."""
 
@@ -46,7 +40,7 @@ def make_builder(
             return tfds.core.DatasetInfo(
                 builder=self,
                 features=tfds.features.FeaturesDict(features),
-                supervised_keys=supervised_keys,
+                supervised_keys=keys,
             )
 
         def _split_generators(self, dl_manager):
@@ -159,7 +153,7 @@ def test_supervised_keys_name_the_features(tmp_path):
     make_builder(
         *("other_names", tmp_path, {"photo": IMAGE, "kind": CLASS}),
         lambda index: {"photo": PIXELS + np.uint8(9), "kind": index % 3},
-        supervised_keys=("photo", "kind"),
+        keys=("photo", "kind"),
         splits={"test": 3},
     )
     dataset = data.load("tfds:other_names", "test", (4, 4, 3), data_dir=str(tmp_path))

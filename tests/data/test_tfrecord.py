@@ -281,9 +281,8 @@ def test_captions_are_read_back(source):
     (batch,) = rows(data.load_pairs(source, "train", SHAPE))
     assert sorted(row[0] for row in batch) == list(range(11))
     assert {row[:2] for row in batch} <= flat
-    assert sorted(data.load_captions(source, "train")) == sorted(
-        text for _, text in flat
-    )
+    texts = sorted(text for _, text in flat)
+    assert sorted(data.load_captions(source, "train")) == texts
     (batch,) = rows(data.load_pairs(source, "train", SHAPE, captions="all"))
     assert len(batch) == data.num_pairs(source, "train", captions="all") == len(flat)
     assert {row[:2] for row in batch} == flat
@@ -291,12 +290,10 @@ def test_captions_are_read_back(source):
     assert len({(r[0], r[2]) for r in batch}) == 11
     assert {row[2] for row in batch} == {*range(11)}
     assert len({row[3] for row in batch}) == len(flat)
-    first = rows(
-        data.load_pairs(source, "train", SHAPE, captions="first", shuffle=False)
-    )
-    assert [row[1] for row in first[0]] == [
-        captions_of(i)[0] for i in [*range(0, 11, 2), *range(1, 11, 2)]
-    ]
+    options = {"captions": "first", "shuffle": False}
+    (first,) = rows(data.load_pairs(source, "train", SHAPE, **options))
+    order = [*range(0, 11, 2), *range(1, 11, 2)]
+    assert [row[1] for row in first] == [captions_of(i)[0] for i in order]
 
 
 @pytest.mark.parametrize("choice", ["random", "all"])

@@ -69,15 +69,10 @@ MODALITY_IDS[3] = 0
 def routers_by_modality():
     """How far a layer with a kernel and a pool for each modality is from one device."""
     router = TokenChoiceRouter(
-        6,
-        num_modalities=2,
-        expert_pools=[[0, 1, 2], [3, 4, 5]],
-        capacity=2,
-        priority=(1, 0),
-        noise_std=1.0,
-        seed=0,
+        6, num_modalities=2, expert_pools=[[0, 1, 2], [3, 4, 5]], capacity=2,
+        priority=(1, 0), noise_std=1.0, seed=0,
         kernel_initializer=keras.initializers.RandomNormal(seed=0),
-    )
+    )  # fmt: skip
     bag = losses.limoe_losses({"image": 1.0, "text": 1.0}, "merged_entropy")
     layer = MoE(router, Experts(6, 8), group_size=10, auxiliary_losses=bag)
     layer.build(TOKENS.shape)

@@ -94,12 +94,9 @@ def test_a_linear_probe_chooses_its_penalty_without_the_test_set():
 
 
 @given(
-    examples=st.integers(4, 12),
-    dim=st.integers(1, 12),
-    num_classes=st.integers(2, 4),
-    l2=st.floats(1e-2, 1e3),
-    seed=st.integers(0, 2**16),
-)
+    examples=st.integers(4, 12), dim=st.integers(1, 12), num_classes=st.integers(2, 4),
+    l2=st.floats(1e-2, 1e3), seed=st.integers(0, 2**16),
+)  # fmt: skip
 @settings(max_examples=40, deadline=None)
 def test_weights_solve_the_normal_equations(examples, dim, num_classes, l2, seed):
     rng = np.random.default_rng(seed)

@@ -37,13 +37,10 @@ def brute_force(images, texts, is_own_text, is_own_image):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    images=st.integers(2, 9),
-    more=st.integers(0, 9),
-    dim=st.integers(1, 4),
-    kinds=st.none() | st.integers(1, 6),
-    chunk_size=st.integers(1, 8),
+    images=st.integers(2, 9), more=st.integers(0, 9), dim=st.integers(1, 4),
+    kinds=st.none() | st.integers(1, 6), chunk_size=st.integers(1, 8),
     seed=st.integers(0, 2**16),
-)
+)  # fmt: skip
 def test_ranks_are_those_of_a_stable_sort(images, more, dim, kinds, chunk_size, seed):
     """Equal texts, of some kinds, belong to all their images."""
     x, y, owner = pairs(images, images + more, dim, seed)

@@ -24,15 +24,10 @@ DOCUMENTS = np.array([[1, 1, 2, 2, 2, 0], [0, 0, 1, 1, 1, 1]], "int32")
 
 def attention(**kwargs):
     options = {
-        "num_heads": 4,
-        "key_dim": 2,
-        "num_key_value_heads": 2,
-        "use_bias": False,
-        "seed": 4,
-        "query_key_norm": "layer",
-        "query_key_norm_bias": True,
+        "num_heads": 4, "key_dim": 2, "num_key_value_heads": 2, "use_bias": False,
+        "seed": 4, "query_key_norm": "layer", "query_key_norm_bias": True,
         "layer_norm_epsilon": 1e-5,
-    }
+    }  # fmt: skip
     return Attention(**{**options, **kwargs})
 
 

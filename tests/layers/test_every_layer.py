@@ -318,10 +318,7 @@ def test_weight_shapes_and_parameters_are_those_of_the_built_layer(name):
     # Kernel (8, 4), and two of four experts for each token.
     ("MoE of token choice", (1152, 32 + 2 * 280, 12 * (32 + 2 * 2 * 8 * 16))),
     # And an MLP of the same size for every token.
-    (
-        "MoE of a selection bias",
-        (1432, 32 + 3 * 280, 12 * (32 + 3 * 2 * 8 * 16)),
-    ),
+    ("MoE of a selection bias", (1432, 32 + 3 * 280, 12 * (32 + 3 * 2 * 8 * 16))),
     # Four projections, and queries by keys and weights by values.
     ("plain Attention", (288, 288, 2 * 6 * 4 * 64 + 2 * 2 * 6 * 6 * 8)),
     # A row for each of 20 ids, of which a lookup multiplies none.

@@ -38,11 +38,8 @@ def dense(**kwargs):
 def blocks(**kwargs):
     """A dense block and one with experts, by name."""
     attention = {
-        "num_heads": 2,
-        "key_dim": 2,
-        "query_key_norm": "layer",
-        "dropout": 0.5,
-    }
+        "num_heads": 2, "key_dim": 2, "query_key_norm": "layer", "dropout": 0.5,
+    }  # fmt: skip
     router = routers.TokenChoiceRouter(2, noise_std=1.0, seed=1)
     experts = layers.MoE(router, layers.Experts(2, 8, dropout=0.5, seed=2), **kwargs)
     parts = {

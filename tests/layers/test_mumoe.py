@@ -31,13 +31,8 @@ def factorization(case):
 @pytest.mark.parametrize("case", LAYERS)
 def test_released_layer(case):
     arrays, config = golden.load(case)
-    experts = MultilinearExperts(
-        config["output_dim"],
-        config["expert_dims"],
-        factorization(case),
-        rank_of(config),
-        use_bias=config["use_bias"],
-    )
+    sizes = config["output_dim"], config["expert_dims"], factorization(case)
+    experts = MultilinearExperts(*sizes, rank_of(config), use_bias=config["use_bias"])
     z = arrays["inputs/z"]
     arguments = [arrays[f"inputs/a{level}"] for level in range(config["hierarchy"])]
     experts.build(z.shape)
@@ -95,10 +90,8 @@ def block(request):
             for index, factor in enumerate(experts.factors)
         ]
     if config.get("apply_ln"):
-        pairs += [
-            (layer.norm.gamma, "input_ln/weight"),
-            (layer.norm.beta, "input_ln/bias"),
-        ]
+        names = ("input_ln/weight", "input_ln/bias")
+        pairs += zip((layer.norm.gamma, layer.norm.beta), names)
     for variable, name in pairs:
         variable.assign(arrays[f"params/{name}"])
     for level in range(len(layer.gate.means)):
@@ -112,14 +105,11 @@ def block(request):
 def test_released_block(block, mode):
     layer, pairs, arrays = block
     x, training = arrays["inputs/x"], mode == "train"
-    gradients = training_gradients(
-        layer,
-        x,
-        loss=lambda outputs: ops.sum(
-            ops.multiply(outputs[0], arrays["inputs/cotangent"])
-        ),
-        training=training,
-    )
+
+    def loss(outputs):
+        return ops.sum(ops.multiply(outputs[0], arrays["inputs/cotangent"]))
+
+    gradients = training_gradients(layer, x, loss, training)
     # On PyTorch and TensorFlow that moved the statistics.
     for level in range(len(layer.gate.means)):
         layer.gate.means[level].assign(arrays[f"state/bn/{level}/running_mean"])
@@ -134,9 +124,8 @@ def test_released_block(block, mode):
     coefficients, _ = layer.gate(x, training=False)
     if mode == "eval":
         for level, value in enumerate(coefficients):
-            assert_close(
-                value, arrays[f"outputs/eval/expert_coefficients/{level}"], 1e-4, 2e-6
-            )
+            expected = arrays[f"outputs/eval/expert_coefficients/{level}"]
+            assert_close(value, expected, 1e-4, 2e-6)
         assert_close(to_numpy(routing.gates).sum(axis=-1), 1, 1e-5)
     elif layer.gate.means:
         prefix = "outputs/train/state_after/bn/0/running"
@@ -165,7 +154,6 @@ def test_the_naive_sum_at_any_hierarchy(kind, levels):
         dense_tensor([ops.convert_to_tensor(f) for f in experts.factors], kind)
     )
     one = np.concatenate([z, np.ones_like(z[..., :1])], axis=-1)
-    expected = one
     # Experts last to first: (..., n_1, ..., n_L, o).
     expected = np.tensordot(one, tensor, axes=[[-1], [levels]])
     for coefficient in arguments:
@@ -194,9 +182,8 @@ TABLE_10 = {
 def test_parameters_of_table_10(counts):
     cp = MuMoE(1000, counts, "cp", 512)
     ring = MuMoE(1000, counts, "tr", (*[4] * (len(counts) + 1), 512))
-    assert (cp.cost((1, 768)).parameters, ring.cost((1, 768)).parameters) == TABLE_10[
-        counts
-    ]
+    parameters = tuple(x.cost((1, 768)).parameters for x in (cp, ring))
+    assert parameters == TABLE_10[counts]
     if len(counts) == 1:
         cp.build((None, 768))
         assert cp.gate.count_params() == cp.gate.cost((1, 768)).parameters + 2 * 128
@@ -240,9 +227,8 @@ def test_matching_a_dense_layer(kind, counts):
         assert rank[-1] == rank[-2]
         assert max(rank[:-2]) <= 4
         less = (*rank[:-2], rank[-1] - 1, rank[-1] - 1)
-    assert (
-        MultilinearExperts(1000, counts, kind, less).cost((1, 768)).parameters < dense
-    )
+    smaller = MultilinearExperts(1000, counts, kind, less)
+    assert smaller.cost((1, 768)).parameters < dense
 
 
 def test_matching_a_dense_layer_counts_the_gate_and_both_layers():

@@ -2,10 +2,7 @@ import numpy as np
 import pytest
 
 from keras_moe import layers
-from keras_moe.layers.position_embedding import (
-    axis_weights,
-    sincos_table,
-)
+from keras_moe.layers.position_embedding import axis_weights, sincos_table
 from tests import golden
 from tests.compare import assert_close, assert_same
 from tests.refusals import refuses

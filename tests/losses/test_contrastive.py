@@ -188,11 +188,8 @@ def test_bfloat16_rounds_the_unit_vectors_alone(name):
 
 @pytest.mark.parametrize("loss", [
     losses.SoftmaxContrastiveLoss(
-        "image_to_text",
-        multi_positive=True,
-        chunk_size=3,
+        "image_to_text", multi_positive=True, chunk_size=3, name="a",
         similarity_dtype="bfloat16",
-        name="a",
     ),
     losses.SigmoidContrastiveLoss(True, 3, "bfloat16", "b"),
 ])  # fmt: skip

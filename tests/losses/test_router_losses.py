@@ -9,12 +9,7 @@ import pytest
 from keras_moe import losses
 from tests import golden
 from tests.compare import assert_close
-from tests.losses.loss_table import (
-    LOSSES_OF_TOKENS,
-    normal,
-    routing_of,
-    with_gradient,
-)
+from tests.losses.loss_table import LOSSES_OF_TOKENS, normal, routing_of, with_gradient
 
 
 def value_of(name, logits, noise, noise_std, selected):

@@ -191,9 +191,8 @@ def test_int8_models_come_back(tmp_path, policy):
         saved, again = ({w.path: w.dtype for w in x.weights} for x in (model, other))
         assert again == saved
         assert_same(other.predict(IMAGES[:5], verbose=0), expected)
-    kernel = models.from_preset(
-        str(tmp_path / "preset"), num_classes=7
-    ).output_dense.kernel
+    new = models.from_preset(str(tmp_path / "preset"), num_classes=7)
+    kernel = new.output_dense.kernel
     assert (kernel.dtype, tuple(kernel.shape)) == ("float32", (5, 7))
 
 

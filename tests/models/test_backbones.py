@@ -57,12 +57,8 @@ def counted(layer):
 
 @pytest.mark.parametrize(("preset", "published", "unit"), [
     # MLP-Mixer, Table 1 (without the head).
-    ("mixer_s32", 19, 1e6),
-    ("mixer_s16", 18, 1e6),
-    ("mixer_b32", 60, 1e6),
-    ("mixer_b16", 59, 1e6),
-    ("mixer_l32", 206, 1e6),
-    ("mixer_l16", 207, 1e6),
+    ("mixer_s32", 19, 1e6), ("mixer_s16", 18, 1e6), ("mixer_b32", 60, 1e6),
+    ("mixer_b16", 59, 1e6), ("mixer_l32", 206, 1e6), ("mixer_l16", 207, 1e6),
     ("mixer_h14", 431, 1e6),
     # From Sparse to Soft Mixtures of Experts, in units of 100 million.
     ("soft_moe_s14", 18, 1e8),
@@ -214,24 +210,17 @@ def test_weights_serve_patches_that_grow_with_their_image(kind, arguments, tmp_p
         colours.repeat(height, axis=1).repeat(width, axis=2)
         for height, width in ((4, 4), (8, 12))
     )
-    assert_close(
-        other.predict(large, verbose=0),
-        backbone.predict(small, verbose=0),
-        1e-4,
-        1e-4,
-    )
+    expected = backbone.predict(small, verbose=0)
+    assert_close(other.predict(large, verbose=0), expected, 1e-4, 1e-4)
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_smaller_patches_make_a_larger_grid(interpolation, tmp_path):
     backbone = with_weights(MAKERS["vit"](**MOE))
     backbone.save_to_preset(tmp_path / "saved")
+    sizes = {"patch_size": (4, 2), "image_shape": (16, 8, 1), "num_classes": 2}
     other = models.from_preset(
-        str(tmp_path / "saved"),
-        patch_size=(4, 2),
-        image_shape=(16, 8, 1),
-        num_classes=2,
-        position_interpolation=interpolation,
+        str(tmp_path / "saved"), position_interpolation=interpolation, **sizes
     ).backbone
     assert other.predict(images(2, 16, 8, 1), verbose=0).shape == (2, 17, 16)
     old, new = (

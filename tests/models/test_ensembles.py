@@ -53,24 +53,18 @@ def reference(case):
     moe = config["encoder"]["moe"]
     given = moe["router"]["dispatcher"]
     limits = {x: given[x] for x in ("capacity", "capacity_factor") if x in given}
-    backbone = models.ViTBackbone.from_config(
-        {
-            "image_shape": (16, 24, 3),
-            "patch_size": tuple(config["patch_size"]),
-            "hidden_dim": config["hidden_size"],
-            "class_token": config["classifier"] == "token",
-            **{x: config["encoder"][x] for x in ("num_layers", "num_heads", "mlp_dim")},
-            "moe_layers": moe["layers"],
-            "num_experts": moe["num_experts"],
-            "ensemble_size": moe["ensemble_size"],
-            "num_selected_experts": moe["router"]["num_selected_experts"],
-            "examples_per_group": 4,
-            "evaluation": "official",
-            "noise_std": 0.0,
-            "auxiliary_losses": {"importance": 0.5},
-            **limits,
-        }
-    )
+    fields = {
+        "image_shape": (16, 24, 3), "patch_size": tuple(config["patch_size"]),
+        "hidden_dim": config["hidden_size"],
+        "class_token": config["classifier"] == "token",
+        **{x: config["encoder"][x] for x in ("num_layers", "num_heads", "mlp_dim")},
+        **{x: moe[x] for x in ("num_experts", "ensemble_size")},
+        "moe_layers": moe["layers"], "examples_per_group": 4,
+        "num_selected_experts": moe["router"]["num_selected_experts"],
+        "evaluation": "official", "noise_std": 0.0,
+        "auxiliary_losses": {"importance": 0.5}, **limits,
+    }  # fmt: skip
+    backbone = models.ViTBackbone.from_config(fields)
     dim = config["representation_size"]
     model = models.ViTImageClassifier(backbone, 7, representation_dim=dim)
     for name, array in arrays.items():
@@ -168,15 +162,12 @@ def test_equal_members_are_one_model():
         assert_close(features[1][name], features[0][name], 1e-4, 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("head", "probabilities"),
-    [
-        ({}, softmax),
-        ({"multi_label": True}, lambda x: 1 / (1 + np.exp(-x))),
-        ({"output_activation": "softmax"}, lambda x: x),
-        ({"pooling": "map", "representation_dim": 6}, softmax),
-    ],
-)
+@pytest.mark.parametrize(("head", "probabilities"), [
+    ({}, softmax),
+    ({"multi_label": True}, lambda x: 1 / (1 + np.exp(-x))),
+    ({"output_activation": "softmax"}, lambda x: x),
+    ({"pooling": "map", "representation_dim": 6}, softmax),
+])  # fmt: skip
 def test_probabilities_are_averaged(head, probabilities):
     model = ensemble(head)
     members = to_numpy(model(images(), training=True))
@@ -315,18 +306,15 @@ def test_costs_of_members():
     assert costs[0].memory["weights"] == costs[1].memory["weights"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"ensemble_size": 8}, "num_experts=4, ensemble_size=8"),
-        ({"ensemble_size": 3}, "multiple of ensemble_size"),
-        ({"ensemble_size": 0}, "ensemble_size=0"),
-        ({"ensemble_size": 2, "num_selected_experts": 3}, "num_selected_experts=3"),
-        ({"ensemble_size": 2, "expert_pools": [[0], [1]]}, "with modalities"),
-        ({"ensemble_size": 2, "zero_experts": 1}, "ensemble_size"),
-        ({"ensemble_size": 2, "router": "soft"}, "ensemble_size"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"ensemble_size": 8}, "num_experts=4, ensemble_size=8"),
+    ({"ensemble_size": 3}, "multiple of ensemble_size"),
+    ({"ensemble_size": 0}, "ensemble_size=0"),
+    ({"ensemble_size": 2, "num_selected_experts": 3}, "num_selected_experts=3"),
+    ({"ensemble_size": 2, "expert_pools": [[0], [1]]}, "with modalities"),
+    ({"ensemble_size": 2, "zero_experts": 1}, "ensemble_size"),
+    ({"ensemble_size": 2, "router": "soft"}, "ensemble_size"),
+])  # fmt: skip
 def test_bad_arguments(arguments, message):
     refuses(message, vit, **arguments)
 

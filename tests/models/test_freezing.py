@@ -160,16 +160,14 @@ def test_overrides_replace_what_a_preset_froze(tmp_path):
         assert "attention/query/kernel" not in names
     model.output_dense.trainable = False
     model.save_to_preset(tmp_path / "preset")
-    load, every = models.from_preset, len(model.weights)
-    # The saved head is frozen, and a new one is not.
-    saved = len(model.trainable_variables)
-    assert len(load(tmp_path / "preset").trainable_variables) == saved
-    assert (
-        len(load(tmp_path / "preset", num_classes=5).trainable_variables) == saved + 2
-    )
-    assert len(load(tmp_path / "preset", trainable=True).trainable_variables) == every
-    assert len(load(tmp_path / "preset", frozen=[]).trainable_variables) == every
-    assert load(tmp_path / "preset", trainable=False).trainable_variables == []
+    every, saved = len(model.weights), len(model.trainable_variables)
+    for options, count in (
+        # The saved head is frozen, and a new one is not.
+        ({}, saved), ({"num_classes": 5}, saved + 2), ({"trainable": True}, every),
+        ({"frozen": []}, every), ({"trainable": False}, 0),
+    ):  # fmt: skip
+        loaded = models.from_preset(tmp_path / "preset", **options)
+        assert len(loaded.trainable_variables) == count
 
 
 @pytest.mark.parametrize(("frozen", "received"), [
@@ -256,10 +254,8 @@ def test_files_of_weights_and_presets_have_no_adapters(tmp_path):
     outputs = model.predict(PAIRS["images"], verbose=0)
     model.save_to_preset(tmp_path / "preset")
     model.backbone.save_weights(tmp_path / "all.weights.h5")
-    plain, loaded = (
-        vit(**MOE, gated_experts=True),
-        models.from_preset(tmp_path / "preset"),
-    )
+    plain = vit(**MOE, gated_experts=True)
+    loaded = models.from_preset(tmp_path / "preset")
     plain.backbone.load_weights(tmp_path / "all.weights.h5")
     plain.output_dense.set_weights(loaded.output_dense.get_weights())
     for other in (plain, loaded):

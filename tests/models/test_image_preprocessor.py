@@ -136,14 +136,9 @@ def test_grey_and_colour():
 
 def test_arguments_round_trip_as_json():
     preprocessor = ImagePreprocessor(
-        (8, 4, 3),
-        [0.1, 0.2, 0.3],
-        0.7,
-        "bicubic",
-        antialias=True,
-        center_crop=0.9,
+        (8, 4, 3), [0.1, 0.2, 0.3], 0.7, "bicubic", antialias=True, center_crop=0.9,
         class_names=["a", "b"],
-    )
+    )  # fmt: skip
     stored = keras.saving.serialize_keras_object(preprocessor)
     again = keras.saving.deserialize_keras_object(json.loads(json.dumps(stored)))
     assert again == preprocessor

@@ -151,10 +151,7 @@ GPT2 = {
     r"token_embedding/embeddings|text_positions/embedding": 0.02,
     FACTORS: None,
 }
-LLAMA = {
-    r"zero_computation_experts/vector": 1.0,
-    r"(kernel|embeddings)": 0.02,
-}
+LLAMA = {r"zero_computation_experts/vector": 1.0, r"(kernel|embeddings)": 0.02}
 # CLIP's image tower is left as PyTorch makes it; the text tower is scaled.
 CLIP = {
     r"image/.*attention/(query|key|value)/kernel": (2 / (4 * D)) ** 0.5,

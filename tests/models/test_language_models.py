@@ -121,10 +121,9 @@ def test_costs_on_many_devices():
     rules = distribution.layouts("moepp_lm_0.6b", 8, model_parallel=2)
     name = "(.*/)?attention/(query|key|value)/kernel"
     assert rules.weights[name] == (None, "model", None)
-    with pytest.raises(ValueError, match="num_key_value_heads=3"):
-        distribution.layouts(
-            "moepp_lm_0.6b", 8, model_parallel=2, num_key_value_heads=3
-        )
+    options = {"model_parallel": 2, "num_key_value_heads": 3}
+    message = "num_key_value_heads=3"
+    refuses(message, distribution.layouts, "moepp_lm_0.6b", 8, **options)
 
 
 def test_only_chosen_experts_are_computed_for_few_tokens(monkeypatch):

@@ -27,17 +27,13 @@ def test_a_card_says_what_is_known(classifier, tmp_path):
     picture = tmp_path / "experts.PNG"
     picture.write_bytes(b"png")
     card = models.ModelCard(
-        description="Three experts.",
-        license="apache-2.0",
-        data="photos",
-        base_model="hf://ann/tower",
-        base_license="mit",
+        description="Three experts.", license="apache-2.0", data="photos",
+        base_model="hf://ann/tower", base_license="mit",
         attribution="The photos are Ann's, under CC BY 4.0.",
         recipe={"schedule.epochs": 3, "seed": 0, "notes": ""},
         results=[models.CardResult("accuracy", 0.98764, "photos", "validation")],
-        picture=picture,
-        tags=["tiny"],
-    )
+        picture=picture, tags=["tiny"],
+    )  # fmt: skip
     folder = tmp_path / "tiny_moe"
     classifier.save_to_preset(folder, card=card)
     page = page_of(folder)

@@ -22,20 +22,12 @@ def config_of(arrays, config):
     gpt = config["gpt_config"]
     dim = gpt["n_embd"]
     arguments = {
-        "vocabulary_size": gpt["vocab_size"],
-        "max_length": gpt["block_size"],
-        "hidden_dim": dim,
-        "num_layers": gpt["n_layer"],
-        "num_heads": gpt["n_head"],
-        "mlp_dim": 4 * dim,
-        "positions": "learned",
-        "tied_embeddings": True,
-        "norm": "layer",
-        "layer_norm_epsilon": 1e-5,
-        "use_bias": gpt["bias"],
-        "gated_mlp": False,
-        "activation": "gelu",
-    }
+        "vocabulary_size": gpt["vocab_size"], "max_length": gpt["block_size"],
+        "hidden_dim": dim, "num_layers": gpt["n_layer"], "num_heads": gpt["n_head"],
+        "mlp_dim": 4 * dim, "positions": "learned", "tied_embeddings": True,
+        "norm": "layer", "layer_norm_epsilon": 1e-5, "use_bias": gpt["bias"],
+        "gated_mlp": False, "activation": "gelu",
+    }  # fmt: skip
     prefix = "params/transformer/h/0/mlp/MuMoE_layer/MuMoE/factors"
     if f"{prefix}/0" not in arrays:
         return arguments

@@ -350,12 +350,9 @@ def test_published_operations(preset, gflops):
 
 
 @pytest.mark.parametrize(("preset", "millions", "active", "gflops"), [
-    ("limoe_s32", 304, 43.8, 3.48),
-    ("limoe_s16", 303, 42.7, 11.49),
-    ("limoe_b32", 991, 113.0, 11.39),
-    ("limoe_b16", 990, 111.3, 37.73),
-    ("limoe_l32", 3462, 339.7, 39.9),
-    ("limoe_l16", 3460, 337.5, 132.3),
+    ("limoe_s32", 304, 43.8, 3.48), ("limoe_s16", 303, 42.7, 11.49),
+    ("limoe_b32", 991, 113.0, 11.39), ("limoe_b16", 990, 111.3, 37.73),
+    ("limoe_l32", 3462, 339.7, 39.9), ("limoe_l16", 3460, 337.5, 132.3),
     # LIMoE, section 3.2: 5.6B and 675M. 551 GFLOPs are those of 20 x 20 patches;
     # with padding there are 21 x 21.
     ("limoe_h14", 5554, 675.7, 608.1),
@@ -434,13 +431,8 @@ def test_fit_and_evaluate_report_it(tmp_path):
     model.compile(keras.optimizers.SGD(0.0), SoftmaxContrastiveLoss(), metrics=metrics)
     expected = accuracy(model.predict(PAIRS, verbose=0))
     weights = np.array([1.0, 1.0, 1.0, 0.0])
-    history = model.fit(
-        FOUR,
-        sample_weight=weights,
-        validation_data=(FOUR, None, weights),
-        batch_size=4,
-        verbose=0,
-    ).history
+    options = {"sample_weight": weights, "batch_size": 4, "verbose": 0}
+    history = model.fit(FOUR, validation_data=(FOUR, None, weights), **options).history
     names = {"loss", "contrastive_accuracy"}
     assert set(history) == names | {f"val_{name}" for name in names}
     assert history["val_contrastive_accuracy"] == [pytest.approx(expected)]

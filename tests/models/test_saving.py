@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import h5py
@@ -74,28 +74,19 @@ def without_checksums(folder):
 
 def test_writers_of_one_folder_take_turns(presets, tmp_path):
     """Today's readers see one of them, whole, and no writer fails."""
-    errors = []
 
     def write(number):
-        try:
-            for turn in range(5):
-                with staged(tmp_path / "one") as folder:
-                    for name in ("config.json", "metadata.json"):
-                        shutil.copy(presets / "whole" / name, folder)
-                    (Path(folder) / "model.weights.h5").write_text(f"{number}.{turn}")
-        except BaseException as error:
-            errors.append(error)
+        for turn in range(5):
+            with staged(tmp_path / "one") as folder:
+                for name in ("config.json", "metadata.json"):
+                    shutil.copy(presets / "whole" / name, folder)
+                (Path(folder) / "model.weights.h5").write_text(f"{number}.{turn}")
 
-    threads = [threading.Thread(target=write, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
     assert os.listdir(tmp_path) == ["one"]
-    assert (tmp_path / "one" / "model.weights.h5").read_text() in {
-        f"{i}.4" for i in range(4)
-    }
+    written = (tmp_path / "one" / "model.weights.h5").read_text()
+    assert written in {f"{i}.4" for i in range(4)}
 
 
 def test_what_killed_saves_left_is_removed_and_nothing_else(presets, tmp_path):
@@ -387,10 +378,8 @@ def test_shards_of_two_saves_are_not_mixed(tmp_path, layers, index):
     layers.set_weights([x + 1 for x in layers.get_weights()])
     _weights_file.save_weights(layers, index, max_shard_size=SIZE)
     keras.saving.load_weights(layers, index)
-    assert [x.name for x in compare_checksums(index)][1:] == [
-        "x_00000.weights.h5",
-        "x_00001.weights.h5",
-    ]
+    names = [f"x_0000{number}.weights.h5" for number in (0, 1)]
+    assert [x.name for x in compare_checksums(index)][1:] == names
     shard.write_bytes(older)
     refuses(re.escape(f"{shard} of SHA-256"), compare_checksums, index)
 

@@ -33,9 +33,7 @@ def moe():
 
 
 def outputs(model, inputs):
-    return {
-        name: keras.ops.convert_to_numpy(value) for name, value in model(inputs).items()
-    }
+    return {k: keras.ops.convert_to_numpy(x) for k, x in model(inputs).items()}
 
 
 def test_a_later_token_changes_no_earlier_one(moe):
@@ -45,9 +43,7 @@ def test_a_later_token_changes_no_earlier_one(moe):
     assert_close(after[:3], before[:3], atol=1e-5)
     assert (np.abs(after - before)[3:].max(axis=-1) > 1e-4).all()
     both_ways = with_weights(text(causal=False))
-    before, after = (
-        outputs(both_ways, texts(ids))["tokens"][1] for ids in (IDS, other)
-    )
+    before, after = (outputs(both_ways, texts(x))["tokens"][1] for x in (IDS, other))
     assert (np.abs(after - before).max(axis=-1) > 1e-4).all()
 
 
@@ -124,9 +120,8 @@ def test_presets_of_longer_texts(moe, tmp_path):
     moe.save_to_preset(tmp_path / "saved")
     shorter = models.from_preset(str(tmp_path / "saved"), max_length=5)
     assert type(shorter) is TextBackbone
-    assert_close(
-        outputs(shorter, texts())["tokens"], outputs(moe, texts())["tokens"], atol=1e-6
-    )
+    both = (outputs(model, texts())["tokens"] for model in (shorter, moe))
+    assert_close(*both, atol=1e-6)
     with pytest.raises(ValueError, match="or of more tokens"):
         models.from_preset(str(tmp_path / "saved"), max_length=7)
 
@@ -159,10 +154,8 @@ def test_bad_texts(inputs, message):
 
 def test_no_texts_have_no_outputs():
     model = text(num_layers=1)
-    for received in (
-        model.predict(texts(IDS[:0])),
-        model.predict_on_batch(texts(IDS[:0])),
-    ):
+    for predict in (model.predict, model.predict_on_batch):
+        received = predict(texts(IDS[:0]))
         assert received["pooled"].shape == (0, 4)
         assert received["tokens"].shape == (0, 0, 8)
     refuses("at least one image or example", model.evaluate, texts(IDS[:0]))

@@ -3,8 +3,6 @@
 import importlib.util
 import io
 import json
-import subprocess
-import sys
 import warnings
 
 import numpy as np
@@ -15,6 +13,7 @@ from keras_moe.models import TextBackbone, TextTokenizer
 from keras_moe.models.preprocessing import _byte_pairs
 from keras_moe.models.preprocessing._byte_pairs import clip_byte_pairs
 from tests.compare import assert_same
+from tests.forks import run_python
 from tests.pair_models import TEXT
 from tests.refusals import refuses
 from tests.small_models import small_tokenizer as own
@@ -50,17 +49,10 @@ def sentence_piece():
 
     proto = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(FEW),
-        model_writer=proto,
-        vocab_size=24,
-        hard_vocab_limit=False,
-        model_type="unigram",
-        pad_id=0,
-        eos_id=1,
-        unk_id=2,
-        bos_id=-1,
-        minloglevel=2,
-    )
+        sentence_iterator=iter(FEW), model_writer=proto, vocab_size=24,
+        hard_vocab_limit=False, model_type="unigram", pad_id=0, eos_id=1, unk_id=2,
+        bos_id=-1, minloglevel=2,
+    )  # fmt: skip
     return proto.getvalue()
 
 
@@ -162,11 +154,8 @@ print(json.dumps(module.trained_byte_pairs(captions, 560).merges))
 
 def test_every_process_trains_the_same_byte_pairs():
     # Most of these pairs are as frequent as others, and hash maps differ by process.
-    command = [sys.executable, "-c", TRAIN, _byte_pairs.__file__]
-    outputs = {
-        subprocess.run(command, capture_output=True, check=True).stdout
-        for _ in range(4)
-    }
+    command = "-c", TRAIN, _byte_pairs.__file__
+    outputs = {run_python(*command).stdout for _ in range(4)}
     assert len(outputs) == 1
     assert len(json.loads(outputs.pop())) == 560 - 514
 

@@ -137,14 +137,10 @@ def test_a_loop_of_torch_makes_the_steps_of_keras():
 
 def test_two_processes_make_the_step_of_one(tmp_path, monkeypatch):
     environment = {
-        "KERAS_BACKEND": "torch",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+        "KERAS_BACKEND": "torch", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     run_script(Path(__file__), tmp_path)

@@ -48,21 +48,17 @@ def build(case, auxiliary_losses, dispatcher="index", noise_std=0.0):
             "dispatcher": dispatcher,
             **router_arguments(moe["router"]),
         }
-    backbone = ViTBackbone.from_config(
-        {
-            "image_shape": (32, 32, 3),
-            "patch_size": tuple(model["patch_size"]),
-            "hidden_dim": model["hidden_size"],
-            "num_layers": encoder["num_layers"],
-            "num_heads": encoder["num_heads"],
-            "mlp_dim": encoder["mlp_dim"],
-            "class_token": model["classifier"] == "token",
-            "auxiliary_losses": auxiliary_losses,
-            **kwargs,
-        }
-    )
+    fields = {
+        "image_shape": (32, 32, 3), "patch_size": tuple(model["patch_size"]),
+        "hidden_dim": model["hidden_size"],
+        **{x: encoder[x] for x in ("num_layers", "num_heads", "mlp_dim")},
+        "class_token": model["classifier"] == "token",
+        "auxiliary_losses": auxiliary_losses, **kwargs,
+    }  # fmt: skip
     classifier = ViTImageClassifier(
-        backbone, model["num_classes"], pooling=POOLINGS[model["classifier"]]
+        ViTBackbone.from_config(fields),
+        model["num_classes"],
+        pooling=POOLINGS[model["classifier"]],
     )
     assign_flax_weights(classifier, arrays)
     return classifier, arrays, config

@@ -497,24 +497,17 @@ def test_cotangents_and_inputs_of_any_layout():
     arrays, cotangent = example(7, 2, "matmul")
     tensors, sizes = [*map(torch.tensor, arrays)], (3, 4)
     expected = reference("matmul", arrays, sizes, cotangent)
-    for layout in (lambda x: x.mT.contiguous().mT, _shifted):
-        actual = outputs_and_gradients(
-            op("matmul"),
-            [layout(x) for x in tensors],
-            sizes,
-            layout(torch.tensor(cotangent)),
-        )
+    for layout in (
+        lambda x: x.mT.contiguous().mT,
+        # A copy that does not begin at a multiple of 16 bytes.
+        lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+    ):
+        copies, gradient = map(layout, tensors), layout(torch.tensor(cotangent))
+        actual = outputs_and_gradients(op("matmul"), [*copies], sizes, gradient)
         assert_equal(actual, expected, ["kernels"])
     ones = torch.ones(()).expand(7, H)
     actual = outputs_and_gradients(op("matmul"), tensors, sizes, ones)
     assert np.all(np.isfinite(actual[1]))
-
-
-def _shifted(x):
-    """A copy that does not begin at a multiple of 16 bytes."""
-    import torch
-
-    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
 def test_an_odd_width():

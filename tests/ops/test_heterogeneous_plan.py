@@ -107,13 +107,9 @@ def test_equations_8_and_10():
 
 
 @given(
-    tokens=st.integers(1, 500),
-    ffn=st.integers(1, 40),
-    in_place=st.integers(0, 12),
-    tau=st.floats(0.05, 2.0),
-    factor=st.floats(1.0, 3.0),
-    selected=st.integers(1, 3),
-)
+    tokens=st.integers(1, 500), ffn=st.integers(1, 40), in_place=st.integers(0, 12),
+    tau=st.floats(0.05, 2.0), factor=st.floats(1.0, 3.0), selected=st.integers(1, 3),
+)  # fmt: skip
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 def test_capacities(tokens, ffn, in_place, tau, factor, selected):
     expert_types = ExpertTypes(ffn, zero=in_place)

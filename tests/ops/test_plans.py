@@ -27,15 +27,11 @@ GOLDEN = [
 each_form = pytest.mark.parametrize("form", FORMS)
 
 
-def plan_for(gates, selected, capacity, priority="first_come", mask=None):
-    return token_choice(gates, gates, selected, capacity, priority, mask=mask)
-
-
 def random_plan(selected=2, capacity=2, **options):
     """A plan for 2 groups of 7 tokens and 4 experts."""
     logits = normal(5, 2, 7, 4)
     gates = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
-    return plan_for(gates, selected, capacity, **options)
+    return token_choice(gates, gates, selected, capacity, **options)
 
 
 def to_numpy(x):
@@ -101,43 +97,30 @@ def test_dtype_is_kept(form, dtype):
 
 @each_form
 def test_combine_adds_up_in_float32(form):
-    # In bfloat16 256 + 1 is 256, so adding there would lose all four ones.
-    ones = np.ones((1, 1, 5), "float32")
-    plan = token_choice(ones, ones, 5, 1)
-    outputs = keras.ops.cast(
-        [[[[256.0]], [[1.0]], [[1.0]], [[1.0]], [[1.0]]]], "bfloat16"
-    )
+    # In bfloat16 256 + 1 is 256, and 0.75 + 2**-12 is 0.75: sums there would lose both
+    # ones, and rounded gates the 2 that is left of 8192.
+    gates = np.array([[[1.0, 1.0, 1.0, 0.75 + 2**-12, 0.75]]], "float32")
+    plan = token_choice(np.ones_like(gates), gates, 5, 1)
+    outputs = [[[[256.0]], [[1.0]], [[1.0]], [[8192.0]], [[-8192.0]]]]
+    outputs = keras.ops.cast(outputs, "bfloat16")
     assert to_numpy(FORMS[form][1](outputs, plan)).item() == 260.0
 
 
-def test_combine_does_not_round_the_gates():
-    # 0.75 + 2**-12 rounds to 0.75 in bfloat16; 4096 times the difference is 1.
-    gates = np.array([[[0.75 + 2**-12, 0.75]]], "float32")
-    plan = plan_for(gates, 2, 1)
-    outputs = keras.ops.cast([[[[4096.0]], [[-4096.0]]]], "bfloat16")
-    assert to_numpy(plan.combine(outputs)).item() == 1.0
-
-
 @pytest.mark.parametrize("place", [0, 6])
-def test_a_token_without_a_slot_is_never_read(place):
+def test_neither_a_token_without_a_slot_nor_an_empty_slot_is_read(place):
     # The first and the last: where a gather with index 0 or -1 would look.
     mask = np.ones((2, 7), bool)
     mask[:, place] = False
     plan = random_plan(mask=mask, capacity=5)
     tokens = normal(0, 2, 7, 3)
     tokens[:, place] = np.nan
-    assert np.any(keras.ops.convert_to_numpy(plan.slot_tokens) == -1)
+    empty = keras.ops.convert_to_numpy(plan.slot_tokens) == -1
+    assert np.any(empty)
     slots = to_numpy(plan.dispatch(tokens))
     assert np.all(np.isfinite(slots))
-    empty = keras.ops.convert_to_numpy(plan.slot_tokens) == -1
     assert_same(slots[empty], 0)
-
-
-def test_an_empty_slot_is_never_read():
-    plan = random_plan(selected=1, capacity=6)
-    slot_tokens = keras.ops.convert_to_numpy(plan.slot_tokens)
-    outputs = normal(0, 2, 4, 6, 3)
-    outputs[slot_tokens == -1] = np.nan
+    outputs = normal(1, 2, 4, 5, 3)
+    outputs[empty] = np.nan
     assert np.all(np.isfinite(to_numpy(plan.combine(outputs))))
 
 
@@ -150,9 +133,8 @@ def test_bad_shapes(form):
         (to_tokens, "outputs", [(2, 4, 3, 5), (2, 5, 2, 5), (2, 8, 5)]),
     ):
         for shape in shapes:
-            with pytest.raises(
-                ValueError, match=r"Expected (.|\n)*received: "
-            ) as caught:
+            message = r"Expected (.|\n)*received: "
+            with pytest.raises(ValueError, match=message) as caught:
                 move(np.zeros(shape, "float32"), plan)
             assert name in str(caught.value)
             assert str(shape) in str(caught.value)

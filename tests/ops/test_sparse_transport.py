@@ -107,13 +107,10 @@ def test_one_step_of_adam_on_the_expert_side():
 
 @some
 @given(
-    st.sampled_from(SHAPES),
-    st.integers(0, 2**16),
-    st.sampled_from(["ties", "equal", "random"]),
-    st.sampled_from(["expert", "token"]),
-    st.sampled_from(SOLVERS),
-    st.sampled_from([0.0, 0.4]),
-)
+    st.sampled_from(SHAPES), st.integers(0, 2**16),
+    st.sampled_from(["ties", "equal", "random"]), st.sampled_from(["expert", "token"]),
+    st.sampled_from(SOLVERS), st.sampled_from([0.0, 0.4]),
+)  # fmt: skip
 def test_bound_and_marginals(shape, seed, kind, side, solver, masked_share):
     groups, tokens, experts, bound = shape
     utility = random_utility(seed, (groups, tokens, experts), ties=kind == "ties")

@@ -207,16 +207,13 @@ def test_a_section_of_ones_own(model, tmp_path):
     assert page.index("It is problem.") < page.index("It is good.")
 
 
-@pytest.mark.parametrize(
-    ("method", "removed"),
-    [("router_drop", True), ("router_pred_skip", True)],
-)
-def test_a_report_on_pruned_layers(model, tmp_path, method, removed):
-    smaller = prune_experts(model, {"block_1": [1, 3]}, method, removed)
+@pytest.mark.parametrize("method", ["router_drop", "router_pred_skip"])
+def test_a_report_on_pruned_layers(model, tmp_path, method):
+    smaller = prune_experts(model, {"block_1": [1, 3]}, method, removed=True)
     about = reported_model(smaller)
     (layer,) = about.blocks.values()
     # A smaller router numbers its experts anew.
-    is_new = removed and method == "router_drop"
+    is_new = method == "router_drop"
     types = ("ffn", "ffn") if is_new else ("pruned", "ffn", "pruned", "ffn")
     assert layer.expert_types == types
     written = report.write_report(

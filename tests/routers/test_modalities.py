@@ -157,14 +157,9 @@ OWN = np.array([[1, 0, 0, 1, 0], [0, 1, 1, 0, 1]], bool)
 def pooled_router(num_modalities):
     # A first kernel of identity makes the tokens of modality 0 their logits.
     router = TokenChoiceRouter(
-        5,
-        2,
-        capacity=2,
-        num_modalities=num_modalities,
-        expert_pools=POOLS,
-        priority=(1, 0),
-        seed=0,
-    )
+        5, 2, capacity=2, num_modalities=num_modalities, expert_pools=POOLS,
+        priority=(1, 0), seed=0,
+    )  # fmt: skip
     router.build((None, 8, 5))
     eye = np.eye(5, dtype="float32")
     router.kernel.assign(np.stack([eye, -eye]) if num_modalities else eye)

@@ -56,15 +56,11 @@ def report(folder):
 
 def row(**changes):
     fields = {
-        "name": "fake",
-        "work": "sums",
-        "source": "fake_benchmark:candidates",
-        "arguments": {"count": 99_999},
-        "subject": "ours",
+        "name": "fake", "work": "sums", "source": "fake_benchmark:candidates",
+        "arguments": {"count": 99_999}, "subject": "ours",
         "goals": {"limit": {"jax": 1e9, "torch": 0.5}, **dict.fromkeys(PEERS)},
-        "peers": {name: name for name in PEERS},
-        "rounds": 4,
-    }
+        "peers": {name: name for name in PEERS}, "rounds": 4,
+    }  # fmt: skip
     return import_module("row").Row(**fields | changes)
 
 

@@ -188,10 +188,8 @@ def test_a_failed_write_leaves_the_checkpoints_before(
         failing = "keras_moe.training._checkpoint_files.save_file"
     elif failing == "orbax":
         request.getfixturevalue("by_orbax")
-        failing, error = (
-            "orbax.checkpoint.v1.save_checkpointables",
-            ValueError("EXHAUSTED: x"),
-        )
+        failing = "orbax.checkpoint.v1.save_checkpointables"
+        error = ValueError("EXHAUSTED: x")
         message = "could not be written: EXHAUSTED"
     save(tmp_path, 1, seed=1)
 

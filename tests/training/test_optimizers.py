@@ -192,16 +192,13 @@ def data(count=24):
 @pytest.mark.parametrize("name", ["adamw", "muon", "vitg_adafactor"])
 def test_accumulated_batches_are_one_batch(name):
     def trained(batch_size, **options):
+        # Rises for 2 updates, and falls until the sixth.
+        schedule = schedule_of("linear", 0.1, 6, warmup_steps=2)
         optimizer = training.optimizer_class(name)(
-            # Rises for 2 updates, and falls until the sixth.
-            schedule_of("linear", 0.1, 6, warmup_steps=2),
-            weight_decay=0.1,
-            global_clipnorm=0.5,
-            groups=[{"match": "two/.*", "learning_rate": 0.5}],
-            use_ema=True,
-            ema_momentum=0.7,
+            schedule, weight_decay=0.1, global_clipnorm=0.5, use_ema=True,
+            groups=[{"match": "two/.*", "learning_rate": 0.5}], ema_momentum=0.7,
             **options,
-        )
+        )  # fmt: skip
         model = regression(optimizer)
         model.fit(*data(), batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
         averages = [to_numpy(v) for v in optimizer._model_variables_moving_average]
@@ -353,34 +350,22 @@ def rates(schedule, steps):
     return [float(schedule(step)) for step in steps]
 
 
-def test_reciprocal_square_root_by_hand():
-    schedule = schedule_of(
-        "rsqrt", 0.6, 200, warmup_steps=20, timescale=10, cooldown_steps=100
-    )
-    # 20 + 10 (n^2 - 1) steps make the rate an n-th: 50 a half, 100 a third.
-    expected = {0: 0.0, 1: 0.03, 19: 0.57, 20: 0.6, 30: 0.6 / math.sqrt(2), 50: 0.3}
-    # The cooldown falls on a line from 0.2.
-    expected |= {100: 0.2, 101: 0.198, 150: 0.1, 199: 0.002, 200: 0.0, 300: 0.0}
-    np.testing.assert_allclose(
-        rates(schedule, expected), list(expected.values()), atol=1e-7
-    )
+@pytest.mark.parametrize(("decay", "steps", "settings", "expected"), [
+    # 20 + 10 (n^2 - 1) steps make the rate an n-th: 50 a half, 100 a third. From there,
+    # at 0.2, the cooldown falls on a line.
+    ("rsqrt", 200, {"warmup_steps": 20, "timescale": 10, "cooldown_steps": 100},
+     {0: 0.0, 1: 0.03, 19: 0.57, 20: 0.6, 30: 0.6 / math.sqrt(2), 50: 0.3,
+      100: 0.2, 101: 0.198, 150: 0.1, 199: 0.002, 200: 0.0, 300: 0.0}),
+    ("constant", 100,
+     {"warmup_steps": 10, "cooldown_steps": 20, "final_learning_rate": 0.2},
+     {0: 0.0, 5: 0.3, 10: 0.6, 79: 0.6, 80: 0.6, 90: 0.4, 100: 0.2, 130: 0.2}),
+])  # fmt: skip
+def test_schedules_by_hand(decay, steps, settings, expected):
+    schedule = schedule_of(decay, 0.6, steps, **settings)
+    actual = rates(schedule, expected)
+    np.testing.assert_allclose(actual, list(expected.values()), atol=1e-7)
     again = type(schedule).from_config(schedule.get_config())
-    assert rates(again, expected) == rates(schedule, expected)
-
-
-def test_constant_by_hand():
-    schedule = schedule_of(
-        "constant",
-        0.6,
-        100,
-        warmup_steps=10,
-        cooldown_steps=20,
-        final_learning_rate=0.2,
-    )
-    expected = {0: 0.0, 5: 0.3, 10: 0.6, 79: 0.6, 80: 0.6, 90: 0.4, 100: 0.2, 130: 0.2}
-    np.testing.assert_allclose(
-        rates(schedule, expected), list(expected.values()), atol=1e-7
-    )
+    assert rates(again, expected) == actual
 
 
 def test_steps_as_shares_of_the_run():

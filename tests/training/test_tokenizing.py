@@ -74,9 +74,8 @@ def test_a_shard_has_ids_and_the_bits_of_first_tokens(tmp_path, small):
     source = write_lines(tmp_path / "texts", ["ab", "c", "defg"])
     found = tokenize_texts(source, tmp_path / "tokens", Bytes(), ["all"], 1)
     assert found["all"]["documents"] == 3
-    shard = _tokens.safetensors.numpy.load_file(
-        tmp_path / "tokens" / "all-00000.safetensors"
-    )
+    path = tmp_path / "tokens" / "all-00000.safetensors"
+    shard = _tokens.safetensors.numpy.load_file(path)
     assert shard["token_ids"].dtype == "uint16"
     assert shard["token_ids"].tolist() == [*b"ab", 256, *b"c", 256, *b"defg", 256]
     bits = np.unpackbits(shard["begins"])[:10]
@@ -229,22 +228,16 @@ def test_shards_of_a_bucket_are_copied_once(tokens, tmp_path, monkeypatch):
     digest = _tokens.read_index(tmp_path / "tokens")["tokenizer_sha256"]
     args = (8, 0, digest)
     own = _tokens.open_tokens(tokens, "test", *args)
-    remote = _tokens.open_tokens("tokens:ram://bucket", "test", *args)
+    bucket = "tokens:ram://bucket"
+    remote = _tokens.open_tokens(bucket, "test", *args)
     assert np.array_equal(own.read(2), remote.read(2))
     copied = [*(tmp_path / "home").rglob("*.safetensors")]
-    assert {x.name for x in copied} == {
-        x for x in contents(tmp_path / "tokens") if "test-" in x
-    }
+    expected = {x for x in contents(tmp_path / "tokens") if "test-" in x}
+    assert {x.name for x in copied} == expected
     # Bits that flipped on the way.
     with tf.io.gfile.GFile("ram://bucket/train-00000.safetensors", "wb") as file:
         file.write(b"\0" * 500)
-    refuses(
-        "SHA-256 of the index",
-        _tokens.open_tokens,
-        "tokens:ram://bucket",
-        "train",
-        *args,
-    )
+    refuses("SHA-256 of the index", _tokens.open_tokens, bucket, "train", *args)
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):

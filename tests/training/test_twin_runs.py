@@ -12,16 +12,13 @@ from tests.refusals import refuses
 from tests.training.runs import linear_model, short_recipe
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "mlp_dim"),
-    [
-        # In two of four blocks a second expert, 128 units, and a router of 8 x 64
-        # weights, which are 4 of the 2 x 64 of a unit: 128 + (2 x (128 + 4)) / 4.
-        ("vmoe_digits", {}, 194),
-        ("vmoe_digits", {"router": "soft", "moe_layers": "every_1"}, None),
-        ("moepp_digits", {"zero_experts": 2, "tau": 0.5}, None),
-    ],
-)
+@pytest.mark.parametrize(("name", "changes", "mlp_dim"), [
+    # In two of four blocks a second expert, 128 units, and a router of 8 x 64
+    # weights, which are 4 of the 2 x 64 of a unit: 128 + (2 x (128 + 4)) / 4.
+    ("vmoe_digits", {}, 194),
+    ("vmoe_digits", {"router": "soft", "moe_layers": "every_1"}, None),
+    ("moepp_digits", {"zero_experts": 2, "tau": 0.5}, None),
+])  # fmt: skip
 def test_twins_cost_what_the_model_costs(name, changes, mlp_dim):
     recipe = load_recipe(name).replace(model={**changes, "dropout_rate": 0.1})
     (_, cost), *others = (both := twin_runs.twin_models(recipe, 10)).values()
@@ -156,20 +153,17 @@ def test_a_rate_that_diverges_is_not_chosen(small, tmp_path):
     refuses("dense does not diverge", twin_runs._best, "dense", {1e38: record})
 
 
-@pytest.mark.parametrize(
-    ("settings", "options", "message"),
-    [
-        ({"multi_label": "multi_label"}, {}, "objective='multi_label'"),
-        ({"model_arguments": {"moe_layers": None}}, {}, "a model with experts"),
-        ({"model_arguments": {"load_weights": True}}, {}, "load_weights=True"),
-        ({"model_arguments": {"multi_label": True}}, {}, "multi_label=True"),
-        ({}, {"learning_rates": []}, r"learning_rates=\[\]"),
-        ({}, {"learning_rates": [0.1, 0.1]}, r"learning_rates=\[0.1, 0.1\]"),
-        ({}, {"held_out": 1000}, "held_out=1000, batch_size=512"),
-        ({}, {"held_out": 2.5}, "held_out=2.5"),
-        ({}, {"seeds": 0}, "seeds=0"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "options", "message"), [
+    ({"multi_label": "multi_label"}, {}, "objective='multi_label'"),
+    ({"model_arguments": {"moe_layers": None}}, {}, "a model with experts"),
+    ({"model_arguments": {"load_weights": True}}, {}, "load_weights=True"),
+    ({"model_arguments": {"multi_label": True}}, {}, "multi_label=True"),
+    ({}, {"learning_rates": []}, r"learning_rates=\[\]"),
+    ({}, {"learning_rates": [0.1, 0.1]}, r"learning_rates=\[0.1, 0.1\]"),
+    ({}, {"held_out": 1000}, "held_out=1000, batch_size=512"),
+    ({}, {"held_out": 2.5}, "held_out=2.5"),
+    ({}, {"seeds": 0}, "seeds=0"),
+])  # fmt: skip
 def test_what_cannot_be_compared_is_refused(settings, options, message, tmp_path):
     refuses(message, twins, recipe(**settings), tmp_path, **options)
     assert not any(tmp_path.iterdir())

@@ -10,6 +10,7 @@ from rich.console import Console
 from keras_moe import models, training
 from tests import golden
 from tests.backends import every_backend_for
+from tests.compare import assert_close, assert_same
 from tests.flax_weights import assign_flax_weights, flax_name
 from tests.pair_models import IMAGE, PAIRS, TEXT, clip, limoe
 from tests.published import hub_clip, hub_siglip, hub_vit
@@ -42,19 +43,12 @@ def by_path(model):
 def test_reference_upcycling(case):
     arrays, config = golden.load(case)
     dense, moe = config["dense_model"], config["moe_model"]["encoder"]["moe"]
-    token = dense["classifier"] == "token"
-    model = models.ViTImageClassifier(
-        models.ViTBackbone(
-            image_shape=(32, 32, 3),
-            patch_size=tuple(dense["patch_size"]),
-            hidden_dim=dense["hidden_size"],
-            num_layers=dense["encoder"]["num_layers"],
-            num_heads=dense["encoder"]["num_heads"],
-            mlp_dim=dense["encoder"]["mlp_dim"],
-            class_token=token,
-        ),
-        dense["num_classes"],
-    )
+    sizes = {x: dense["encoder"][x] for x in ("num_layers", "num_heads", "mlp_dim")}
+    backbone = models.ViTBackbone(
+        image_shape=(32, 32, 3), patch_size=tuple(dense["patch_size"]), **sizes,
+        hidden_dim=dense["hidden_size"], class_token=dense["classifier"] == "token",
+    )  # fmt: skip
+    model = models.ViTImageClassifier(backbone, dense["num_classes"])
     weights = {
         name.removeprefix("dense_"): value
         for name, value in arrays.items()
@@ -62,28 +56,20 @@ def test_reference_upcycling(case):
     }
     assign_flax_weights(model, weights)
     x, expected = arrays["inputs/images"], arrays["outputs/dense_logits"]
-    np.testing.assert_allclose(
-        model.predict(x, verbose=0), expected, rtol=1e-4, atol=1e-5
-    )
+    assert_close(model.predict(x, verbose=0), expected, 1e-4, 1e-5)
     for normalize, expected in [
         (True, "outputs/upcycled_logits_renormalised"),
         (False, "outputs/upcycled_logits"),
     ]:
         sparse, report = training.upcycle(
-            model,
-            num_experts=moe["num_experts"],
-            moe_layers=moe["layers"],
-            num_selected_experts=moe["router"]["num_selected_experts"],
-            normalize_gates=normalize,
-            images=x,
-        )
+            model, moe["num_experts"], moe["layers"], normalize_gates=normalize,
+            num_selected_experts=moe["router"]["num_selected_experts"], images=x,
+        )  # fmt: skip
         assert report.preserved == normalize
         for weight in sparse.trainable_weights:
             if weight.path.endswith("router/kernel"):
                 weight.assign(arrays[f"router_params/{flax_name(weight.path)}"])
-        np.testing.assert_allclose(
-            sparse.predict(x, verbose=0), arrays[expected], rtol=1e-4, atol=1e-5
-        )
+        assert_close(sparse.predict(x, verbose=0), arrays[expected], 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize(("kind", "arguments", "preserved"), [
@@ -171,13 +157,9 @@ def test_a_share_of_each_experts_units_is_drawn_again():
     np.testing.assert_array_equal(is_new["hidden"], is_new["gate"])
     assert (is_new["hidden"][0] != is_new["hidden"][1]).any()
     biases = after["block_1/moe/experts/hidden_bias"]
-    np.testing.assert_array_equal(
-        biases != before["block_1/mlp/hidden/bias"], is_new["hidden"]
-    )
-    np.testing.assert_array_equal(
-        after["block_1/moe/experts/output_bias"],
-        np.stack([before["block_1/mlp/output/bias"]] * 3),
-    )
+    assert_same(biases != before["block_1/mlp/hidden/bias"], is_new["hidden"])
+    expected = np.stack([before["block_1/mlp/output/bias"]] * 3)
+    assert_same(after["block_1/moe/experts/output_bias"], expected)
     again, _ = training.upcycle(dense, num_experts=3, reinitialize=0.25)
     for path, value in by_path(again).items():
         # Routers have no seed here.
@@ -188,10 +170,8 @@ def test_a_share_of_each_experts_units_is_drawn_again():
         {"reinitialize": 0.5, "router": "mumoe"},
         {"reinitialize": 0.5, "carry_optimizer": True},
     ):
-        with pytest.raises(
-            ValueError, match=f"reinitialize={arguments['reinitialize']}"
-        ):
-            training.upcycle(dense, **arguments)
+        message = f"reinitialize={arguments['reinitialize']}"
+        refuses(message, training.upcycle, dense, **arguments)
 
 
 def test_a_backbone_keeps_its_policy():

@@ -62,16 +62,12 @@ def tensors_of(model, root="transformer."):
 def folder_of(model, path, root="transformer.", extra=None, **changes):
     backbone = model.backbone
     config = {
-        "model_type": "gpt2",
-        "vocab_size": backbone.vocabulary_size,
-        "n_positions": backbone.max_sequence_length,
-        "n_embd": backbone.hidden_dim,
-        "n_layer": backbone.num_layers,
-        "n_head": backbone.num_heads,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
+        "model_type": "gpt2", "vocab_size": backbone.vocabulary_size,
+        "n_positions": backbone.max_sequence_length, "n_embd": backbone.hidden_dim,
+        "n_layer": backbone.num_layers, "n_head": backbone.num_heads,
+        "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
         **changes,
-    }
+    }  # fmt: skip
     return write_folder(path, {**tensors_of(model, root), **(extra or {})}, config)
 
 

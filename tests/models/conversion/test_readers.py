@@ -44,9 +44,8 @@ def test_objects_are_never_unpickled(tmp_path):
         def __reduce__(self):
             return (Path(tmp_path / "exploded").touch, ())
 
-    np.savez(
-        tmp_path / "vit.npz", **published.classic(head__bias=np.array([Bomb()] * 7))
-    )
+    bombs = np.array([Bomb()] * 7)
+    np.savez(tmp_path / "vit.npz", **published.classic(head__bias=bombs))
     published.refused(str(tmp_path / "vit.npz"), "head/bias", "dtype=object")
     message = r"'head/bias' in .*allow_pickle=False"
     file = NpzCheckpoint(tmp_path / "vit.npz")

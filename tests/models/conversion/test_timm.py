@@ -129,13 +129,9 @@ def preprocessor_of(source, **overrides):
 @pytest.mark.parametrize("place", ["label_names", "pretrained_cfg", "id2label"])
 def test_class_names_and_preprocessor(tmp_path, place):
     cfg = {
-        "input_size": [3, 32, 32],
-        "mean": [0.4, 0.5, 0.3],
-        "std": [0.2, 0.3, 0.25],
-        "interpolation": "bilinear",
-        "crop_pct": 0.9,
-        "crop_mode": "center",
-    }
+        "input_size": [3, 32, 32], "mean": [0.4, 0.5, 0.3], "std": [0.2, 0.3, 0.25],
+        "interpolation": "bilinear", "crop_pct": 0.9, "crop_mode": "center",
+    }  # fmt: skip
     config = {
         "label_names": {"label_names": NAMES},
         "pretrained_cfg": {},
@@ -145,15 +141,8 @@ def test_class_names_and_preprocessor(tmp_path, place):
         cfg["label_names"] = NAMES
     folder = timm_folder(tmp_path, "vit_token", pretrained_cfg=cfg, **config)
     # The normalisation has become part of the patch embedding.
-    expected = ImagePreprocessor(
-        (32, 32, 3),
-        0.5,
-        0.5,
-        "bilinear",
-        antialias=True,
-        center_crop=0.9,
-        class_names=NAMES,
-    )
+    options = {"antialias": True, "center_crop": 0.9, "class_names": NAMES}
+    expected = ImagePreprocessor((32, 32, 3), 0.5, 0.5, "bilinear", **options)
     assert preprocessor_of(folder) == expected
     other = preprocessor_of(folder, num_classes=3, image_shape=(48, 32, 1))
     assert other.class_names is None

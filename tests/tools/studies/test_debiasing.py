@@ -5,10 +5,7 @@ import numpy as np
 from keras import ops
 
 from tests.gradients import gradient
-from tools.studies.mumoe_editing import (
-    AttributeAdversary,
-    fairness_metrics,
-)
+from tools.studies.mumoe_editing import AttributeAdversary, fairness_metrics
 
 
 def test_fairness_by_hand():

@@ -28,13 +28,9 @@ def study(done, monkeypatch):
     def load_digits(split, shape):
         return tuple(array[:500] for array in data.load_digits(split, shape))
 
-    few = SimpleNamespace(load_digits=load_digits)
-    for name, value in {
-        "data": few,
-        "EXPERT_STRENGTHS": (1.0,),
-        "BLIND_STRENGTHS": (2.5,),
-        "PASSES": 1,
-    }.items():
+    few = {"EXPERT_STRENGTHS": (1.0,), "BLIND_STRENGTHS": (2.5,), "PASSES": 1}
+    few["data"] = SimpleNamespace(load_digits=load_digits)
+    for name, value in few.items():
         monkeypatch.setattr(mumoe_editing, name, value)
     low_rank = [{"factorization": "cp", "rank": 4}]
     capacities = {"CP": low_rank, "dense": [2], "sparse": [2]}

@@ -14,9 +14,7 @@ SETTINGS = {"epochs": 2, "backend": "jax"}
 @pytest.fixture
 def new_study(tmp_path, capsys):
     def make(**changes):
-        restart = changes.pop("restart", False)
-        console = Console(width=160)
-        return Study(tmp_path, {**SETTINGS, **changes}, console, restart)
+        return Study(tmp_path, {**SETTINGS, **changes}, Console(width=160))
 
     return make
 
