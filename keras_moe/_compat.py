@@ -334,10 +334,14 @@ def set_trainable(layer: Any, value: object) -> None:
 
 def build_optimizer(model: Any) -> None:
     """Makes the optimizer's variables: within a step, TensorFlow traces it twice."""
-    optimizer, trained = model.optimizer, model.trainable_variables
-    if keras.backend.backend() != "tensorflow" or optimizer.built or not trained:
+    # A model that is not compiled has none.
+    optimizer = getattr(model, "optimizer", None)
+    trained = model.trainable_variables
+    if optimizer is None or optimizer.built or not trained:
         return
-    with model.distribute_strategy.scope():
+    on_tensorflow = keras.backend.backend() == "tensorflow"
+    scope = model.distribute_strategy.scope if on_tensorflow else contextlib.nullcontext
+    with scope():
         optimizer.build(trained)
 
 

@@ -290,3 +290,13 @@ def test_predictions_are_the_same_whichever_weights_are_frozen():
         for predict in (model.predict_on_batch, model.predict):
             assert_close(predict(inputs), expected, atol=1e-5)
         frozen.trainable = True
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("method", ["fit", "train_on_batch"])
+def test_a_model_that_is_not_compiled_says_so(method):
+    backbone = ViTBackbone.from_config(SMALL)
+    model = ViTImageClassifier(backbone, num_classes=3, compile=False)
+    x = images(2, *SMALL["image_shape"])
+    with pytest.raises(ValueError, match="You must call `compile"):
+        getattr(model, method)(x, np.zeros(2, "int32"))

@@ -300,10 +300,10 @@ def state_kept(model: KerasModel, training: bool = False) -> Iterator[None]:
     with _compat.ONE_AT_A_TIME:
         lock = _IN_USE.setdefault(model, threading.RLock())
     with lock:
+        if training:
+            # Its variables are needed here.
+            _compat.build_optimizer(model)
         optimizer = getattr(model, "optimizer", None)
-        if training and optimizer is not None and not optimizer.built:
-            # Build the optimizer now: its variables are needed here.
-            optimizer.build(model.trainable_variables)
         variables = [*model.variables, *model.metrics_variables]
         if optimizer is not None:
             variables += optimizer.variables
