@@ -76,6 +76,10 @@ def run_pytest(backend: str, pytest_args: list[str], folder: str) -> Outcome:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         # The tests' small tensors cost PyTorch more in several threads than in one.
         "OMP_NUM_THREADS": "1",
+        # glibc would give memory back and ask for it again in every step.
+        "MALLOC_TRIM_THRESHOLD_": str(2**32),
+        "MALLOC_TOP_PAD_": str(2**26),
+        "MALLOC_MMAP_THRESHOLD_": str(2**32),
         **os.environ,
         "KERAS_BACKEND": backend,
         "PYTHONUNBUFFERED": "1",

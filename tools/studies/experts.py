@@ -1,12 +1,13 @@
 """Ask what experts gain on real images, and which of their newer parts pay.
 
-models compares dense models, a wide one and mixtures of experts; kinds other routers
-and experts; large models of twice the width; few a tenth of the images; left_out trains
-on half of the classes, for 10-shot probes of the others. bias compares sigmoid gates
-whose selection bias balances the experts with auxiliary losses, here and for the preset
-vmoe_digits by its own recipe; upcycled the ways to begin with a trained dense model, at
-equal steps; muon that optimizer with AdamW, each with the best of the same rates;
-official whether training equals that of google-research/vmoe.
+models compares dense models, a wide one and mixtures of experts; kinds other numbers
+and places of experts, other routers and experts; large models of twice the width; few a
+tenth of the images; left_out trains on half of the classes, for 10-shot probes of the
+others. bias compares sigmoid gates whose selection bias balances the experts with
+auxiliary losses, here and for the preset vmoe_digits by its own recipe; upcycled the
+ways to begin with a trained dense model, at equal steps; muon that optimizer with
+AdamW, each with the best of the same rates; official whether training equals that of
+google-research/vmoe.
 
 Models of a seed see the same batches, and differences are taken seed by seed. Images
 held out of the training split choose between settings; the test images are read once,
@@ -131,14 +132,14 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     make = {
         "models": lambda: {args.data: (task, sizes())},
         "kinds": lambda: {args.data: (task, kinds())},
-        "large": lambda: {f"{args.data}, width 64": (task, few_sizes(TWICE))},
+        "large": lambda: {f"{args.data}, width 64": (task, sizes(TWICE))},
         "few": lambda: {
-            f"{args.data}, a tenth": (task.of_tenth(), few_sizes()),
+            f"{args.data}, a tenth": (task.of_tenth(), sizes()),
         },
         "left_out": lambda: {
             f"{args.data}, half of the classes": (
                 Task(study, *own, left_out=range(task.classes // 2, task.classes)),
-                few_sizes(),
+                sizes(),
             )
         },
         "bias": lambda: {
@@ -198,23 +199,7 @@ def only(rows: Mapping[str, Overrides]) -> Rows:
     return {name: {"": Model(own)} for name, own in rows.items()}
 
 
-def sizes() -> Rows:
-    """Dense models and mixtures of experts."""
-    return only(
-        {
-            "dense": DENSE,
-            "wide": WIDE,
-            **{
-                f"V-MoE, K={k}, {where} block{'s' * (where == 'all')}": moe(k, layers)
-                for where, layers in (("every other", "every_2"), ("all", "every_1"))
-                for k in (1, 2)
-            },
-            "V-MoE, K=1 and a shared expert": moe(1, shared_experts=1),
-        }
-    )
-
-
-def few_sizes(own: Overrides | None = None) -> Rows:
+def sizes(own: Overrides | None = None) -> Rows:
     """A dense model, a wide one and mixtures of experts, all with these overrides."""
     own = own or {}
     width = WIDE["model.mlp_dim"] * own.get("model.mlp_dim", 64) // 64
@@ -228,11 +213,14 @@ def few_sizes(own: Overrides | None = None) -> Rows:
 
 
 def kinds() -> Rows:
-    """Routers and experts of other kinds, in every other block."""
+    """Numbers and places of experts, routers and experts of other kinds."""
     return only(
         {
             "dense": DENSE,
-            "V-MoE, K=1": moe(1),
+            "V-MoE, K=1, every other block": moe(1),
+            "V-MoE, K=2, every other block": moe(2),
+            "V-MoE, K=1, all blocks": moe(1, "every_1"),
+            "V-MoE, K=1 and a shared expert": moe(1, shared_experts=1),
             "Sinkhorn, K=1": moe(1, router="sinkhorn_token_choice"),
             "expert choice": moe(1, router="softmax_expert_choice"),
             "Soft MoE": moe(1, router="soft"),

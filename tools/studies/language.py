@@ -1,8 +1,9 @@
 """Compare small language models: dense, a vanilla mixture, MoE++ and muMoE.
 
-The text is the documentation of Python's standard library (PSF-2.0), or --data. It is
-split by document; the tokenizer is trained on the training documents. All models have
-as many active parameters as the dense one, and train for equal steps.
+The text is the documentation of Python's standard library (PSF-2.0), its source code
+(python_sources, some 10M tokens), or other --data. It is split by document; the
+tokenizer is trained on the training documents. All models have as many active
+parameters as the dense one, and train for equal steps on the same rows.
 
 rates trains the dense model and the vanilla mixture for a third of the steps, to choose
 the learning rate; ngrams chooses the order of a Kneser-Ney model; both look at the
@@ -17,7 +18,7 @@ import argparse
 import functools
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from rich.console import Console
 
 from keras_moe import analysis, models
 from keras_moe.analysis.tokens import flow_statistics, main_experts
-from keras_moe.cli._arguments import RESUMES, Result, add_count, add_output
+from keras_moe.cli._arguments import RESUMES, Result, add_count, add_output, positive
 from keras_moe.cli.train import backend_and_versions
 from keras_moe.ops.expert_types import EXPERT_TYPES
 from tools.studies.moepp import REMOVALS
@@ -49,14 +50,13 @@ from tools.studies.texts import CLASSES, Texts
 
 EXAMPLES = """\
 python -m tools.studies language
-python -m tools.studies language --data text:BOOKS --steps 3000
+python -m tools.studies language --data python_sources --steps 20000 --hidden-dim 64
 python -m tools.studies language --parts ngrams"""
 INTERRUPTED = RESUMES
 PARTS = ("rates", "ngrams", "training", "types")
-RATES = (1e-3, 3e-3)
 ORDERS = range(2, 11)
 # Points of each curve of validation perplexities.
-POINTS = 4
+POINTS = 10
 # Rows of a batch without training.
 EVALUATED = 64
 WITHOUT_RESIDUALS = "MoE++, tau=0.75, no gating residuals"
@@ -98,6 +98,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data", default="python_docs", metavar="SOURCE", help="The texts."
     )
     group = parser.add_argument_group("runs")
+    group.add_argument(
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        default=list(MODELS),
+        metavar="MODEL",
+        help="The models of training, by their names in its table.",
+    )
+    group.add_argument(
+        "--rates",
+        type=positive,
+        nargs="+",
+        default=[1e-3, 3e-3, 1e-2],
+        metavar="RATE",
+        help="The learning rates to choose from.",
+    )
     for name, default, text in (
         ("seeds", 3, "The number of seeds from which each model trains."),
         ("steps", 500, "The number of steps of each model."),
@@ -125,11 +141,13 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     )
     texts = Texts(args.data, args.vocabulary_size, args.length)
     trainer = Trainer(texts, settings)
-    rates = Rates(study, trainer)
+    rates = Rates(study, trainer, args.rates)
     make = {
         "rates": lambda: rates,
         "ngrams": lambda: Ngrams(study, texts),
-        "training": lambda: Training(study, trainer, args.seeds, rates),
+        "training": lambda: Training(
+            study, trainer, args.seeds, rates, models=args.models
+        ),
         "types": lambda: Types(study, trainer, args.seeds, rates),
     }
     return run_parts(
@@ -191,7 +209,7 @@ class Trainer:
             new.compile(optimizer)
             self._kept = (key, new)
             # Compiles outside the measured time; the step is undone below.
-            new.train_on_batch(self.rows_of_step(0, seed))
+            new.train_on_batch(next(self.batches(seed)))
             keras.utils.set_random_seed(seed)
             new = self.new_model(name, seed)
         model = self._kept[1]
@@ -201,32 +219,32 @@ class Trainer:
                 variable.assign(np.zeros(variable.shape))
         return model
 
-    def rows_of_step(self, step: int, seed: int) -> dict[str, np.ndarray]:
-        """The rows of a step: another order of all rows in each pass."""
+    def batches(self, seed: int) -> Iterator[dict[str, np.ndarray]]:
+        """The rows of each step: another order of all rows in each pass."""
         rows = self.texts.rows["train"]
         count, size = len(rows["token_ids"]), self.settings["batch_size"]
-        number, index = divmod(step, count // size)
-        order = np.random.default_rng([seed, number]).permutation(count)
-        chosen = order[index * size : (index + 1) * size]
-        return {name: x[chosen] for name, x in rows.items()}
+        for number in itertools.count():
+            order = np.random.default_rng([seed, number]).permutation(count)
+            for chosen in order[: count // size * size].reshape(-1, size):
+                yield {name: x[chosen] for name, x in rows.items()}
 
     def fit(
         self, name: str, seed: int, rate: float, steps: int, on_progress: OnProgress
     ) -> tuple[keras.Model, dict]:
         """Trains a model; returns it with CPU seconds per step and a curve."""
         model, seconds, curve = self.prepared(name, seed, rate, steps), 0.0, []
-        ends = {steps * point // POINTS for point in range(1, POINTS + 1)}
+        ends = sorted({steps * point // POINTS for point in range(POINTS + 1)})
         validation = {k: x[:192] for k, x in self.texts.rows["validation"].items()}
-        for step in range(steps):
-            rows = self.rows_of_step(step, seed)
+        batches = self.batches(seed)
+        for begin, end in itertools.pairwise(ends):
             # Of all cores, whatever else the machine does.
-            begin = time.process_time()
-            model.train_on_batch(rows)
-            seconds += time.process_time() - begin
-            if step + 1 in ends:
-                value = self.perplexity(model, validation)
-                curve.append([step + 1, seconds, value])
-                on_progress(f"step {step + 1} of {steps}, perplexity {value:.1f}")
+            before = time.process_time()
+            own = ((x,) for x in itertools.islice(batches, end - begin))
+            model.fit(own, verbose=0)
+            seconds += time.process_time() - before
+            value = self.perplexity(model, validation)
+            curve.append([end, seconds, value])
+            on_progress(f"step {end} of {steps}, perplexity {value:.1f}")
         return model, {"seconds_per_step": seconds / steps, "curve": curve}
 
     def perplexity(self, model: keras.Model, rows: dict[str, np.ndarray]) -> float:
@@ -259,9 +277,9 @@ class Trainer:
 class Rates(Part):
     """Validation perplexities by learning rate, after a third of the steps."""
 
-    def __init__(self, study: Study, trainer: Trainer):
+    def __init__(self, study: Study, trainer: Trainer, rates: Sequence[float]):
         super().__init__(study)
-        self.trainer = trainer
+        self.trainer, self.rates = trainer, rates
 
     def results(self) -> dict:
         names = ("dense", "vanilla MoE")
@@ -278,13 +296,13 @@ class Rates(Part):
                 functools.partial(make, name, rate),
             )
             for name in names
-            for rate in RATES
+            for rate in self.rates
         ]
         found = self.study.finish_all(runs)
         rows = {row: x[0]["curve"][-1][-1] for row, x in found.items()}
         by_rate = {
             rate: np.mean([np.log(rows[f"{name}, rate {rate:g}"]) for name in names])
-            for rate in RATES
+            for rate in self.rates
         }
         return {"rows": rows, "chosen": min(by_rate, key=by_rate.get)}
 
@@ -376,18 +394,25 @@ class Seeds(Part):
 
 
 class Training(Seeds):
-    """All models, and what their experts do."""
+    """The models, and what their experts do."""
+
+    def __init__(self, *args: Any, models: Sequence[str]):
+        super().__init__(*args)
+        self.models = dict.fromkeys(("dense", *models))
 
     def results(self) -> dict:
         rate, rows = self.rates.results()["chosen"], {}
-        for name, results in self.finish_all(MODELS, rate).items():
+        for name, results in self.finish_all(self.models, rate).items():
             figures = [x for x in results[0] if isinstance(results[0][x], float)]
             rows[name] = {x: spread_of(results, x) for x in figures}
             rows[name]["curve"] = [x["curve"] for x in results]
+            rows[name]["losses"] = [float(np.log(x["test"])) for x in results]
             rows[name] |= {x: results[0][x] for x in ("parameters", "active")}
         dense = rows["dense"]["seconds_per_step"]["mean"]
         for row in rows.values():
             row["time"] = row["seconds_per_step"]["mean"] / dense
+            losses = zip(row["losses"], rows["dense"]["losses"])
+            row["difference"] = spread([x - y for x, y in losses])
             times = [
                 _seconds_until(own, base[-1][-1]) / base[-1][1]
                 for own, base in zip(row["curve"], rows["dense"]["curve"])
@@ -437,7 +462,8 @@ class Training(Seeds):
         table = new_table(
             f"{results['steps']} steps",
             "model",
-            *("parameters", "active", "validation", "test", "time", "until dense"),
+            *("parameters", "active", "validation", "test", "log of it - dense's"),
+            *("time", "until dense"),
             *("FFN per token", "variance of gates", "next layer %", "class %", "id %"),
         )
         for name, row in results["rows"].items():
@@ -457,6 +483,7 @@ class Training(Seeds):
                 f"{row['active']:,}",
                 plus_minus(row["validation"]),
                 plus_minus(row["test"]),
+                plus_minus(row["difference"], 3),
                 f"{row['time']:.2f}",
                 *cells,
             )

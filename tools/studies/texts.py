@@ -1,11 +1,14 @@
 """The texts of the study of language models, and the classes of their tokens."""
 
 import functools
+import sysconfig
+from pathlib import Path
 
 import keras
 import numpy as np
 
 from keras_moe import data, models
+from keras_moe.data._files import held_out_split
 from keras_moe.losses import next_tokens
 
 FUNCTION_WORDS = (
@@ -18,6 +21,30 @@ FUNCTION_WORDS = (
 CLASSES = ("special", "punctuation", "number", "function word", "word", "piece of word")
 
 
+SOURCES = "python_sources"
+
+
+@functools.cache
+def python_sources() -> dict[str, list[str]]:
+    """The modules of CPython's standard library and of its tests, by split (PSF-2.0).
+
+    Each text once, in the order of their paths; the contents draw the split.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    others = {"site-packages", "dist-packages"}
+    files = [x for x in root.rglob("*.py") if others.isdisjoint(x.parts)]
+    splits: dict[str, dict[str, None]] = {}
+    for file in sorted(files):
+        content = file.read_bytes()
+        try:
+            text = content.decode()
+        except UnicodeDecodeError:
+            continue  # Tests of other encodings.
+        if text.strip():
+            splits.setdefault(held_out_split(content), {})[text] = None
+    return {split: list(texts) for split, texts in splits.items()}
+
+
 class Texts:
     """The documents of each split as token ids, and packed into rows."""
 
@@ -27,14 +54,20 @@ class Texts:
     @functools.cached_property
     def tokenizer(self) -> models.TextTokenizer:
         """The tokenizer, trained on the training documents."""
-        texts = data.load_texts(self.source, "train")
-        return models.TextTokenizer.trained(texts, self.size, self.length)
+        return models.TextTokenizer.trained(
+            self._texts("train"), self.size, self.length
+        )
+
+    def _texts(self, split):
+        if self.source == SOURCES:
+            return python_sources()[split]
+        return data.load_texts(self.source, split)
 
     @functools.cached_property
     def documents(self) -> dict[str, list[list[int]]]:
         """The token ids of each document by split."""
         return {
-            split: self.tokenizer.documents(data.load_texts(self.source, split))
+            split: self.tokenizer.documents(self._texts(split))
             for split in ("train", "validation", "test")
         }
 

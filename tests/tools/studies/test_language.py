@@ -104,6 +104,7 @@ def test_a_small_study(done, source, tmp_path, monkeypatch):
     sizes = [x for k, v in SIZES.items() for x in (f"--{k.replace('_', '-')}", str(v))]
     folder = tmp_path / "study"
     arguments = ["language", "--data", source, "--seeds", "1", "--output", folder]
+    arguments += ["--rates", "1e-3", "1e-2"]
     assert "Kneser-Ney" in done(*arguments, *sizes)
     results = json.loads((folder / "results.json").read_text())
     rows = results["training"]["rows"]
