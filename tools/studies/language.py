@@ -31,6 +31,7 @@ from keras_moe.analysis.tokens import flow_statistics, main_experts
 from keras_moe.cli._arguments import RESUMES, Result, add_count, add_output, positive
 from keras_moe.cli.train import backend_and_versions
 from keras_moe.ops.expert_types import EXPERT_TYPES
+from tools.studies import plots
 from tools.studies.moepp import REMOVALS
 from tools.studies.ngrams import KneserNey
 from tools.studies.study import (
@@ -110,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rates",
         type=positive,
         nargs="+",
-        default=[1e-3, 3e-3, 1e-2],
+        default=[3e-3, 1e-2, 3e-2],
         metavar="RATE",
         help="The learning rates to choose from.",
     )
@@ -239,8 +240,9 @@ class Trainer:
         for begin, end in itertools.pairwise(ends):
             # Of all cores, whatever else the machine does.
             before = time.process_time()
-            own = ((x,) for x in itertools.islice(batches, end - begin))
-            model.fit(own, verbose=0)
+            count = end - begin
+            own = ((rows,) for rows in itertools.islice(batches, count))
+            model.fit(own, steps_per_epoch=count, verbose=0)
             seconds += time.process_time() - before
             value = self.perplexity(model, validation)
             curve.append([end, seconds, value])
@@ -488,6 +490,15 @@ class Training(Seeds):
                 *cells,
             )
         console.print(table)
+
+    def draw(self, every: dict) -> list[Path]:
+        path = self.study.folder / "language.png"
+        ngrams = every.get("ngrams")
+        best = ngrams["rows"][str(ngrams["chosen"])] if ngrams else None
+        plots.plot_losses_over_steps(
+            every["training"]["rows"], path, "Language models", best
+        )
+        return [path]
 
 
 class Types(Seeds):

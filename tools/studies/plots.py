@@ -556,3 +556,29 @@ def plot_experts(tables: dict[str, dict[str, dict]], path: Path) -> None:
     axis.grid(axis="x", alpha=0.25)
     axis.set_xlabel("test accuracy less that of the first row, in points")
     save_figure(figure, path, "What experts and their parts gain")
+
+
+def plot_losses_over_steps(
+    rows: dict[str, dict], path: Path, title: str, baseline: float | None = None
+) -> None:
+    """Draws validation losses along training, a line for each model and seed.
+
+    Args:
+        rows: for each model, "curve" of each seed: steps, seconds and perplexities.
+        baseline: the perplexity of an n-gram model.
+    """
+    figure = new_figure(figsize=(6.5, 4.0), dpi=110)
+    axis = figure.subplots()
+    for number, (name, row) in enumerate(rows.items()):
+        for seed, curve in enumerate(row["curve"]):
+            steps, _, perplexities = zip(*curve)
+            label = None if seed else name
+            axis.plot(steps, np.log(perplexities), color=f"C{number}", label=label)
+    if baseline:
+        style = {"color": "black", "linestyle": "--", "linewidth": 0.8}
+        axis.axhline(np.log(baseline), label="n-grams", **style)
+    axis.set_xlabel("steps")
+    axis.set_ylabel("validation loss, nats per token")
+    axis.grid(alpha=0.25)
+    axis.legend(fontsize=8)
+    save_figure(figure, path, title)
