@@ -242,7 +242,7 @@ class Trainer:
             before = time.process_time()
             count = end - begin
             own = ((rows,) for rows in itertools.islice(batches, count))
-            model.fit(own, steps_per_epoch=count, verbose=0)
+            model.fit(own, steps_per_epoch=count, shuffle=False, verbose=0)
             seconds += time.process_time() - before
             value = self.perplexity(model, validation)
             curve.append([end, seconds, value])
