@@ -2,8 +2,8 @@
 
 The text is the documentation of Python's standard library (PSF-2.0), its source code
 (python_sources, some 10M tokens), or other --data. It is split by document; the
-tokenizer is trained on the training documents. All models have as many active
-parameters as the dense one, and train for equal steps on the same rows.
+tokenizer is trained on the training documents. All models but the wide one have as many
+active parameters as the dense one. They train for equal steps on the same rows.
 
 rates trains the dense model and the vanilla mixture for a third of the steps, to choose
 the learning rate; ngrams chooses the order of a Kneser-Ney model; both look at the
@@ -62,9 +62,11 @@ POINTS = 10
 EVALUATED = 64
 WITHOUT_RESIDUALS = "MoE++, tau=0.75, no gating residuals"
 # The presets and what they do not share. A dense SwiGLU layer of 2 H has the weights of
-# two experts of H, and of a muMoE layer of match_dense with 3 H.
+# two experts of H, and of a muMoE layer of match_dense with 3 H; the wide one has those
+# of eight experts.
 MODELS = {
     "dense": ("moe_lm_0.6b", {"moe_layers": None}, 2),
+    "wide dense": ("moe_lm_0.6b", {"moe_layers": None}, 8),
     "vanilla MoE": ("moe_lm_0.6b", {}, 1),
     "MoE++, tau=0.75": ("moepp_lm_0.6b", {"tau": 0.75}, 1),
     "MoE++, tau=0.25": ("moepp_lm_0.6b", {"tau": 0.25}, 1),
@@ -337,6 +339,7 @@ class Ngrams(Part):
             "rows": {order: value for order, (value, _) in found.items()},
             "chosen": chosen,
             "test": self.perplexity(found[chosen][1], "test"),
+            "ngrams": sum(len(level.keys) for level in found[chosen][1].levels),
         }
 
     def perplexity(self, model: KneserNey, split: str) -> float:
@@ -350,8 +353,8 @@ class Ngrams(Part):
 
     def show(self, results: dict, console: Console) -> None:
         table = new_table(
-            f"Kneser-Ney; chosen: order {results['chosen']}, test perplexity "
-            f"{results['test']:.2f}",
+            f"Kneser-Ney; chosen: order {results['chosen']}, {results['ngrams']:,} "
+            f"n-grams, test perplexity {results['test']:.2f}",
             *("order", "validation perplexity"),
         )
         for order, value in results["rows"].items():
