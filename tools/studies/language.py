@@ -2,8 +2,8 @@
 
 The text is the documentation of Python's standard library (PSF-2.0), its source code
 (python_sources, some 10M tokens), or other --data. It is split by document; the
-tokenizer is trained on the training documents. All models but the wide one have as many
-active parameters as the dense one. They train for equal steps on the same rows.
+tokenizer is trained on the training documents. No model but the wide one has more
+active parameters than the dense one. They train for equal steps on the same rows.
 
 rates trains the dense model and the vanilla mixture for a third of the steps, to choose
 the learning rate; ngrams chooses the order of a Kneser-Ney model; both look at the
@@ -62,11 +62,11 @@ POINTS = 10
 EVALUATED = 64
 WITHOUT_RESIDUALS = "MoE++, tau=0.75, no gating residuals"
 # The presets and what they do not share. A dense SwiGLU layer of 2 H has the weights of
-# two experts of H, and of a muMoE layer of match_dense with 3 H; the wide one has those
-# of eight experts.
+# two experts of H, and of a muMoE layer of match_dense with 3 H. Without a width it has
+# the weights of all experts.
 MODELS = {
     "dense": ("moe_lm_0.6b", {"moe_layers": None}, 2),
-    "wide dense": ("moe_lm_0.6b", {"moe_layers": None}, 8),
+    "wide dense": ("moe_lm_0.6b", {"moe_layers": None}, None),
     "vanilla MoE": ("moe_lm_0.6b", {}, 1),
     "MoE++, tau=0.75": ("moepp_lm_0.6b", {"tau": 0.75}, 1),
     "MoE++, tau=0.25": ("moepp_lm_0.6b", {"tau": 0.25}, 1),
@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rates",
         type=positive,
         nargs="+",
-        default=[3e-3, 1e-2, 3e-2],
+        default=[1e-3, 3e-3, 1e-2, 3e-2],
         metavar="RATE",
         help="The learning rates to choose from.",
     )
@@ -139,10 +139,10 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     names = ("data", "steps", "batch_size", "length", "vocabulary_size")
     names += ("hidden_dim", "mlp_dim", "layers", "experts")
     settings = {name: getattr(args, name) for name in names}
-    study = Study(
-        args.output, {**settings, **backend_and_versions()}, console, args.restart
-    )
     texts = Texts(args.data, args.vocabulary_size, args.length)
+    # Of the library's texts, another version of Python has others.
+    settings = {**settings, "texts": texts.digest, **backend_and_versions()}
+    study = Study(args.output, settings, console, args.restart)
     trainer = Trainer(texts, settings)
     rates = Rates(study, trainer, args.rates)
     make = {
@@ -165,7 +165,7 @@ class Trainer:
         self.texts, self.settings = texts, settings
         self._kept = (None, None)
 
-    def of(self, name: str) -> tuple[str, dict[str, Any], int]:
+    def of(self, name: str) -> tuple[str, dict[str, Any], int | None]:
         """A model's preset, its overrides and its width."""
         return {**MODELS, **CONSTANTS}[name]
 
@@ -182,7 +182,7 @@ class Trainer:
             "hidden_dim": size["hidden_dim"],
             "num_layers": size["layers"],
             "num_heads": 4,
-            "mlp_dim": width * size["mlp_dim"],
+            "mlp_dim": (width or size["experts"]) * size["mlp_dim"],
             "tied_embeddings": True,
             **experts,
             **own,
@@ -212,7 +212,7 @@ class Trainer:
             new.compile(optimizer)
             self._kept = (key, new)
             # Compiles outside the measured time; the step is undone below.
-            new.train_on_batch(next(self.batches(seed)))
+            self._fit(new, self.batches(seed), 1)
             keras.utils.set_random_seed(seed)
             new = self.new_model(name, seed)
         model = self._kept[1]
@@ -242,14 +242,16 @@ class Trainer:
         for begin, end in itertools.pairwise(ends):
             # Of all cores, whatever else the machine does.
             before = time.process_time()
-            count = end - begin
-            own = ((rows,) for rows in itertools.islice(batches, count))
-            model.fit(own, steps_per_epoch=count, shuffle=False, verbose=0)
+            self._fit(model, batches, end - begin)
             seconds += time.process_time() - before
             value = self.perplexity(model, validation)
             curve.append([end, seconds, value])
             on_progress(f"step {end} of {steps}, perplexity {value:.1f}")
         return model, {"seconds_per_step": seconds / steps, "curve": curve}
+
+    def _fit(self, model, batches, steps):
+        own = ((rows,) for rows in itertools.islice(batches, steps))
+        model.fit(own, steps_per_epoch=steps, shuffle=False, verbose=0)
 
     def perplexity(self, model: keras.Model, rows: dict[str, np.ndarray]) -> float:
         """The perplexity of rows; rows without targets fill the last batch."""
@@ -258,12 +260,7 @@ class Trainer:
             k: np.concatenate([x, x[:1].repeat(missing, 0)]) for k, x in rows.items()
         }
         rows["targets"][len(rows["targets"]) - missing :] = -1
-        model.reset_metrics()
-        for start in range(0, len(rows["targets"]), size):
-            values = model.test_on_batch(
-                {k: x[start : start + size] for k, x in rows.items()}, return_dict=True
-            )
-        model.reset_metrics()
+        values = model.evaluate(rows, batch_size=size, verbose=0, return_dict=True)
         return float(values["perplexity"])
 
     def routing(self, model: keras.Model) -> tuple[dict, *tuple[np.ndarray, ...]]:
@@ -467,7 +464,7 @@ class Training(Seeds):
         table = new_table(
             f"{results['steps']} steps",
             "model",
-            *("parameters", "active", "validation", "test", "log of it - dense's"),
+            *("parameters", "active", "validation", "test", "loss - dense"),
             *("time", "until dense"),
             *("FFN per token", "variance of gates", "next layer %", "class %", "id %"),
         )
@@ -496,11 +493,8 @@ class Training(Seeds):
 
     def draw(self, every: dict) -> list[Path]:
         path = self.study.folder / "language.png"
-        ngrams = every.get("ngrams")
-        best = ngrams["rows"][str(ngrams["chosen"])] if ngrams else None
-        plots.plot_losses_over_steps(
-            every["training"]["rows"], path, "Language models", best
-        )
+        rows = every["training"]["rows"]
+        plots.plot_losses_over_steps(rows, path, "Language models")
         return [path]
 
 

@@ -558,14 +558,11 @@ def plot_experts(tables: dict[str, dict[str, dict]], path: Path) -> None:
     save_figure(figure, path, "What experts and their parts gain")
 
 
-def plot_losses_over_steps(
-    rows: dict[str, dict], path: Path, title: str, baseline: float | None = None
-) -> None:
+def plot_losses_over_steps(rows: dict[str, dict], path: Path, title: str) -> None:
     """Draws validation losses along training, a line for each model and seed.
 
     Args:
         rows: for each model, "curve" of each seed: steps, seconds and perplexities.
-        baseline: the perplexity of an n-gram model.
     """
     figure = new_figure(figsize=(6.5, 4.0), dpi=110)
     axis = figure.subplots()
@@ -574,9 +571,6 @@ def plot_losses_over_steps(
             steps, _, perplexities = zip(*curve)
             label = None if seed else name
             axis.plot(steps, np.log(perplexities), color=f"C{number}", label=label)
-    if baseline:
-        style = {"color": "black", "linestyle": "--", "linewidth": 0.8}
-        axis.axhline(np.log(baseline), label="n-grams", **style)
     axis.set_xlabel("steps")
     axis.set_ylabel("validation loss, nats per token")
     axis.grid(alpha=0.25)

@@ -305,7 +305,7 @@ def progress_bar(console: Console) -> Progress:
     )
 
 
-def digest(settings: dict) -> str:
+def digest(settings: dict | list) -> str:
     """A short name that differs for different settings."""
     text = json.dumps(settings, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

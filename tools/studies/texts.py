@@ -10,6 +10,7 @@ import numpy as np
 from keras_moe import data, models
 from keras_moe.data._files import held_out_split
 from keras_moe.losses import next_tokens
+from tools.studies.study import digest
 
 FUNCTION_WORDS = (
     "a an and any are as at be been but by can could do does for from had has "
@@ -19,30 +20,33 @@ FUNCTION_WORDS = (
     "would you your "
 )
 CLASSES = ("special", "punctuation", "number", "function word", "word", "piece of word")
-
-
-SOURCES = "python_sources"
+PYTHON_SOURCES = "python_sources"
 
 
 @functools.cache
 def python_sources() -> dict[str, list[str]]:
     """The modules of CPython's standard library and of its tests, by split (PSF-2.0).
 
-    Each text once, in the order of their paths; the contents draw the split.
+    Each text once. Splits are drawn by package, and by file or folder of the tests:
+    modules of a package repeat each other.
     """
     root = Path(sysconfig.get_path("stdlib"))
     others = {"site-packages", "dist-packages"}
-    files = [x for x in root.rglob("*.py") if others.isdisjoint(x.parts)]
-    splits: dict[str, dict[str, None]] = {}
-    for file in sorted(files):
-        content = file.read_bytes()
+    splits, seen = {}, set()
+    for file in sorted(root.rglob("*.py")):
+        name = file.relative_to(root)
+        if not others.isdisjoint(name.parts):
+            continue
         try:
-            text = content.decode()
+            text = file.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue  # Tests of other encodings.
-        if text.strip():
-            splits.setdefault(held_out_split(content), {})[text] = None
-    return {split: list(texts) for split, texts in splits.items()}
+        if text.strip() and text not in seen:
+            seen.add(text)
+            place = name.parts[: 2 if name.parts[0] == "test" else 1]
+            split = held_out_split("/".join(place).encode())
+            splits.setdefault(split, []).append(text)
+    return splits
 
 
 class Texts:
@@ -57,11 +61,6 @@ class Texts:
         return models.TextTokenizer.trained(
             self._texts("train"), self.size, self.length
         )
-
-    def _texts(self, split):
-        if self.source == SOURCES:
-            return python_sources()[split]
-        return data.load_texts(self.source, split)
 
     @functools.cached_property
     def documents(self) -> dict[str, list[list[int]]]:
@@ -80,6 +79,11 @@ class Texts:
             targets = next_tokens(rows["token_ids"], rows["padding_mask"])
             packed[split] = {**rows, "targets": keras.ops.convert_to_numpy(targets)}
         return packed
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """What other texts to train on would not have."""
+        return digest(list(self._texts("train")))
 
     def classes(self) -> np.ndarray:
         """The class of each token id, as an index into `CLASSES`."""
@@ -103,3 +107,8 @@ class Texts:
         return CLASSES.index(
             "function word" if text in FUNCTION_WORDS.split() else "word"
         )
+
+    def _texts(self, split):
+        if self.source == PYTHON_SOURCES:
+            return python_sources()[split]
+        return data.load_texts(self.source, split)

@@ -1,7 +1,9 @@
 """The study of language models: its n-grams, its figures, and a small run."""
 
 import json
+import sysconfig
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from tests.training.text_folder import WORDS
 from tools.studies import language
 from tools.studies.ngrams import KneserNey
+from tools.studies.texts import python_sources
 
 SIZES = {"vocabulary_size": 540, "length": 8, "hidden_dim": 8, "mlp_dim": 4}
 SIZES |= {"layers": 2, "experts": 4, "steps": 4, "batch_size": 4}
@@ -56,7 +59,7 @@ def test_kneser_ney_is_its_definition():
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     root, draw = tmp_path_factory.mktemp("texts"), np.random.default_rng(0)
-    for split, count in (("train", 20), ("validation", 5), ("test", 5)):
+    for split, count in (("train", 20), ("validation", 40), ("test", 5)):
         (root / split).mkdir()
         for number in range(count):
             words = draw.choice(WORDS.split(), 12)
@@ -64,7 +67,7 @@ def source(tmp_path_factory):
     return f"text:{root}"
 
 
-def test_seeds_begin_anew_and_perplexities_are_those_of_evaluate(source):
+def test_seeds_begin_anew_and_perplexities_are_of_all_rows(source):
     texts = language.Texts(source, SIZES["vocabulary_size"], SIZES["length"])
     trainer = language.Trainer(texts, SIZES)
 
@@ -76,10 +79,24 @@ def test_seeds_begin_anew_and_perplexities_are_those_of_evaluate(source):
     again, model = fit(0)
     assert first == pytest.approx(again, rel=1e-6)
     rows = texts.rows["validation"]
-    values = model.evaluate(rows, verbose=0, return_dict=True)
-    assert trainer.perplexity(model, rows) == pytest.approx(
-        values["perplexity"], rel=1e-5
-    )
+    assert len(rows["targets"]) > language.EVALUATED
+    inputs = {name: rows[name] for name in ("token_ids", "padding_mask")}
+    logits = model.predict(inputs, verbose=0).astype("float64")
+    logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+    counted = rows["targets"] >= 0
+    losses = np.take_along_axis(logits, rows["targets"][..., None], -1)[counted]
+    expected = np.exp(-losses.mean())
+    assert trainer.perplexity(model, rows) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_package_of_python_is_in_one_split():
+    splits = python_sources()
+    assert set(splits) == {"train", "validation", "test"}
+    texts = [text for split in splits.values() for text in split]
+    assert len(texts) == len(set(texts))
+    folder = Path(sysconfig.get_path("stdlib"), "encodings")
+    pages = {file.read_text(encoding="utf-8") for file in folder.glob("cp*.py")}
+    assert [len(pages & set(split)) for split in splits.values()].count(0) == 2
 
 
 def test_figures_by_hand():
