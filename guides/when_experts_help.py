@@ -257,7 +257,8 @@ print(f"standard error of one accuracy by {len(test_labels)} images: {noise:.1%}
 # eight experts per token in every block are 1.4 ± 0.1 points more accurate than the
 # dense model, at 1.45 times its FLOPs, while a dense model of 2.5 times the FLOPs gains
 # 0.5 ± 0.1. One expert per token in every other block, at the dense model's cost, gains
-# 0.5 ± 0.2. With a tenth of the images (15 epochs) no model differs from the dense one.
+# 0.5 ± 0.2 (± is the standard error). With a tenth of the images no model differs from
+# the dense one.
 # `keras-moe twins RECIPE` makes this comparison on your data.
 #
 # ## What the papers report at scale
@@ -288,11 +289,11 @@ print(f"standard error of one accuracy by {len(test_labels)} images: {noise:.1%}
 # - **They do not** if data are few and the dense model already fits them, if memory for
 #   all experts costs more than FLOPs, or if an expert gets only a handful of tokens per
 #   batch.
-# - **Begin with two experts per token in all blocks** if you can pay for them, and
-#   not with one in every other block: the share of the FLOPs that experts do should be
-#   large. `keras-moe describe` prints it.
+# - **Begin with two experts per token in all blocks** if you can pay for them: the
+#   share of the FLOPs that experts do should be large. `keras-moe describe` prints it.
+#   One in every other block gains less and costs almost nothing.
 # - **Try the cheap control, too**: train a wider dense model. On digits neither wins,
-#   and on Fashion-MNIST experts gain three times as much as it does.
+#   and on Fashion-MNIST two experts per token in all blocks gain three times as much.
 #
 # ## What to do next
 #
