@@ -27,7 +27,7 @@ from rich.console import Console
 
 from keras_moe import analysis, data, evaluation, models, training
 from keras_moe.analysis.plots import plot_errors_over_costs
-from keras_moe.cli._arguments import RESUMES, Result, add_count, add_data, positive
+from keras_moe.cli._arguments import RESUMES, Result, add_count, add_data
 from keras_moe.cli.train import backend_and_versions
 from keras_moe.training._upcycled import copy_weights
 from tools.benchmark import timing
@@ -39,6 +39,7 @@ from tools.studies.study import (
     Study,
     Watch,
     accuracy,
+    add_numbers,
     add_parts,
     add_training,
     arrays_as_weights,
@@ -98,14 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_count(
         parser, "--selected", "The numbers of experts of a token.", [1, 2], nargs="+"
     )
-    parser.add_argument(
-        "--rates",
-        type=positive,
-        nargs="+",
-        default=[1e-3, 2e-3, 4e-3, 8e-3],
-        metavar="RATE",
-        help="The learning rates of which muon chooses one for each model.",
-    )
+    what = "The learning rates of which muon chooses one for each model."
+    add_numbers(parser, "--rates", "RATE", what, [1e-3, 2e-3, 4e-3, 8e-3])
     add_training(parser, "experts_study", 40, 128, 2e-3)
 
 

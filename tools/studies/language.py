@@ -28,7 +28,7 @@ from rich.console import Console
 
 from keras_moe import analysis, models
 from keras_moe.analysis.tokens import flow_statistics, main_experts
-from keras_moe.cli._arguments import RESUMES, Result, add_count, add_output, positive
+from keras_moe.cli._arguments import RESUMES, Result, add_count, add_output
 from keras_moe.cli.train import backend_and_versions
 from keras_moe.ops.expert_types import EXPERT_TYPES
 from tools.studies import plots
@@ -39,6 +39,7 @@ from tools.studies.study import (
     Part,
     Run,
     Study,
+    add_numbers,
     add_parts,
     new_table,
     percent,
@@ -109,14 +110,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="The models of training, by their names in its table.",
     )
-    group.add_argument(
-        "--rates",
-        type=positive,
-        nargs="+",
-        default=[1e-3, 3e-3, 1e-2, 3e-2],
-        metavar="RATE",
-        help="The learning rates to choose from.",
-    )
+    what = "The learning rates to choose from."
+    add_numbers(group, "--rates", "RATE", what, [1e-3, 3e-3, 1e-2, 3e-2])
     for name, default, text in (
         ("seeds", 3, "The number of seeds from which each model trains."),
         ("steps", 500, "The number of steps of each model."),

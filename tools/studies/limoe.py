@@ -22,7 +22,7 @@ from rich.console import Console
 
 from keras_moe import models
 from keras_moe._checks import check_pair
-from keras_moe.cli._arguments import RESUMES, Result, add_count, positive
+from keras_moe.cli._arguments import RESUMES, Result, add_count
 from keras_moe.layers import MoEConfig
 from keras_moe.losses import LIMOE_LOSSES
 from keras_moe.losses.auxiliary import CLASSIC
@@ -38,7 +38,7 @@ from tools.studies.pairs import (
     recipe_of,
     run_comparisons,
 )
-from tools.studies.study import add_parts, check_parts
+from tools.studies.study import add_numbers, add_parts, check_parts
 
 EXAMPLES = """\
 python -m tools.studies limoe --parts losses orders
@@ -94,14 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "The experts per token of the part selected; by default 1 2."
     add_count(parser, "--selected", what, nargs="+")
     for modality in ("text", "image"):
-        parser.add_argument(
-            f"--{modality}-experts",
-            type=positive,
-            nargs="+",
-            metavar="N",
-            help=f"The soft minima of {modality} experts of the part thresholds; by "
-            "default from 1 to all experts.",
-        )
+        what = f"The soft minima of {modality} experts of the part thresholds; by "
+        what += "default from 1 to all experts."
+        add_numbers(parser, f"--{modality}-experts", "N", what)
     add_count(
         parser,
         "--text-pool",

@@ -34,6 +34,7 @@ from tools.studies.study import (
     Run,
     Study,
     Watch,
+    add_numbers,
     add_parts,
     add_training,
     check_parts,
@@ -90,14 +91,8 @@ PATCHES = ("plain", "with an edge")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_parts(parser, PARTS)
-    parser.add_argument(
-        "--taus",
-        type=positive,
-        nargs="+",
-        default=[0.1, 0.25, 0.5, 0.75, 1.0],
-        metavar="TAU",
-        help="The values of tau.",
-    )
+    taus = [0.1, 0.25, 0.5, 0.75, 1.0]
+    add_numbers(parser, "--taus", "TAU", "The values of tau.", taus)
     parser.add_argument(
         "--only",
         nargs="+",

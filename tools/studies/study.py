@@ -18,7 +18,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.table import Table
 
 from keras_moe._files import json_text, new_file, write_json
-from keras_moe.cli._arguments import Result, add_count, add_length, add_output
+from keras_moe.cli._arguments import (
+    Result,
+    add_count,
+    add_length,
+    add_output,
+    positive,
+)
 
 # Shows how far a run is.
 OnProgress = Callable[[str], None]
@@ -238,6 +244,14 @@ def add_parts(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
         metavar="PART",
         help="The parts of the study to run.",
     )
+
+
+def add_numbers(
+    parser: Any, name: str, metavar: str, text: str, default: list[float] | None = None
+) -> None:
+    """Adds an argument of one or more numbers above 0."""
+    options: dict[str, Any] = {"metavar": metavar, "default": default, "help": text}
+    parser.add_argument(name, type=positive, nargs="+", **options)
 
 
 def add_training(

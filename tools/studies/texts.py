@@ -2,13 +2,14 @@
 
 import functools
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import keras
 import numpy as np
 
 from keras_moe import data, models
-from keras_moe.data._files import held_out_split
+from keras_moe.data._texts import of_split
 from keras_moe.losses import next_tokens
 from tools.studies.study import digest
 
@@ -21,18 +22,18 @@ FUNCTION_WORDS = (
 )
 CLASSES = ("special", "punctuation", "number", "function word", "word", "piece of word")
 PYTHON_SOURCES = "python_sources"
+SPLITS = ("train", "validation", "test")
 
 
-@functools.cache
-def python_sources() -> dict[str, list[str]]:
-    """The modules of CPython's standard library and of its tests, by split (PSF-2.0).
+def python_sources() -> list[tuple[str, str]]:
+    """Packages and modules of CPython's standard library and of its tests (PSF-2.0).
 
-    Each text once. Splits are drawn by package, and by file or folder of the tests:
+    Each text once. A split has whole packages, and whole files or folders of the tests:
     modules of a package repeat each other.
     """
     root = Path(sysconfig.get_path("stdlib"))
     others = {"site-packages", "dist-packages"}
-    splits, seen = {}, set()
+    found = {}
     for file in sorted(root.rglob("*.py")):
         name = file.relative_to(root)
         if not others.isdisjoint(name.parts):
@@ -41,12 +42,10 @@ def python_sources() -> dict[str, list[str]]:
             text = file.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue  # Tests of other encodings.
-        if text.strip() and text not in seen:
-            seen.add(text)
+        if text.strip():
             place = name.parts[: 2 if name.parts[0] == "test" else 1]
-            split = held_out_split("/".join(place).encode())
-            splits.setdefault(split, []).append(text)
-    return splits
+            found.setdefault(text, "/".join(place))
+    return [(place, text) for text, place in found.items()]
 
 
 class Texts:
@@ -56,18 +55,24 @@ class Texts:
         self.source, self.size, self.length = source, vocabulary_size, length
 
     @functools.cached_property
+    def texts(self) -> dict[str, Sequence[str]]:
+        """The documents of each split."""
+        if self.source == PYTHON_SOURCES:
+            sources = python_sources()
+            return {split: list(of_split(sources, split)) for split in SPLITS}
+        return {split: data.load_texts(self.source, split) for split in SPLITS}
+
+    @functools.cached_property
     def tokenizer(self) -> models.TextTokenizer:
         """The tokenizer, trained on the training documents."""
-        return models.TextTokenizer.trained(
-            self._texts("train"), self.size, self.length
-        )
+        return models.TextTokenizer.trained(self.texts["train"], self.size, self.length)
 
     @functools.cached_property
     def documents(self) -> dict[str, list[list[int]]]:
         """The token ids of each document by split."""
         return {
-            split: self.tokenizer.documents(self._texts(split))
-            for split in ("train", "validation", "test")
+            split: self.tokenizer.documents(texts)
+            for split, texts in self.texts.items()
         }
 
     @functools.cached_property
@@ -83,7 +88,7 @@ class Texts:
     @functools.cached_property
     def digest(self) -> str:
         """What other texts to train on would not have."""
-        return digest(list(self._texts("train")))
+        return digest(list(self.texts["train"]))
 
     def classes(self) -> np.ndarray:
         """The class of each token id, as an index into `CLASSES`."""
@@ -107,8 +112,3 @@ class Texts:
         return CLASSES.index(
             "function word" if text in FUNCTION_WORDS.split() else "word"
         )
-
-    def _texts(self, split):
-        if self.source == PYTHON_SOURCES:
-            return python_sources()[split]
-        return data.load_texts(self.source, split)

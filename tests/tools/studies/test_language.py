@@ -11,7 +11,7 @@ import pytest
 from tests.training.text_folder import WORDS
 from tools.studies import language
 from tools.studies.ngrams import KneserNey
-from tools.studies.texts import python_sources
+from tools.studies.texts import Texts
 
 SIZES = {"vocabulary_size": 540, "length": 8, "hidden_dim": 8, "mlp_dim": 4}
 SIZES |= {"layers": 2, "experts": 4, "steps": 4, "batch_size": 4}
@@ -90,7 +90,7 @@ def test_seeds_begin_anew_and_perplexities_are_of_all_rows(source):
 
 
 def test_a_package_of_python_is_in_one_split():
-    splits = python_sources()
+    splits = Texts("python_sources", 1024, 64).texts
     assert set(splits) == {"train", "validation", "test"}
     texts = [text for split in splits.values() for text in split]
     assert len(texts) == len(set(texts))
