@@ -4,6 +4,7 @@ Importing takes most of the time of a process that does little. A program that h
 imported all it needs, and has asked for no devices yet, forks the processes.
 """
 
+import faulthandler
 import os
 import signal
 import socket
@@ -16,8 +17,9 @@ from pathlib import Path
 from tests.xla_flags import quick
 
 ROOT = Path(__file__).resolve().parents[1]
-# Seconds after which what waits for ever is ended. A busy machine may take minutes.
-PATIENCE = 900
+# Seconds after which what waits for ever says where it is, and is ended soon after. A
+# busy machine may take minutes.
+PATIENCE = 600
 
 
 def use_jax_on_cpu(devices: int = 1, **environment: str) -> None:
@@ -37,6 +39,7 @@ def start_forked(work: Callable, *arguments: object) -> int:
     child = os.fork()
     if child:
         return child
+    faulthandler.dump_traceback_later(PATIENCE)
     status = 1
     try:
         work(*arguments)
@@ -89,11 +92,12 @@ def run_python(
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
+        timeout=2 * PATIENCE,
     )
 
 
 def run_script(script: Path, *arguments: object) -> None:
-    """Runs a program that forks; it is killed after `PATIENCE`."""
+    """Runs a program that forks; it is killed soon after `PATIENCE`."""
     process = subprocess.Popen(
         [sys.executable, str(script), *map(str, arguments)],
         cwd=ROOT,
@@ -104,9 +108,9 @@ def run_script(script: Path, *arguments: object) -> None:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=PATIENCE)
+        output, _ = process.communicate(timeout=PATIENCE + 30)
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        print(process.communicate()[0])
         raise
     assert process.returncode == 0, output[-4000:]

@@ -1,6 +1,7 @@
 """Our models as PyTorch modules: parameters, optimizers of torch, two processes."""
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import keras
@@ -10,7 +11,7 @@ from keras import ops
 
 from keras_moe.models import ViTImageClassifier
 from tests.compare import assert_close
-from tests.forks import free_port, run_forked, run_script
+from tests.forks import run_forked, run_script
 from tests.small_models import SMALL, images, vit, with_weights
 
 torch = pytest.importorskip("torch")
@@ -137,8 +138,7 @@ def test_a_loop_of_torch_makes_the_steps_of_keras():
 
 def test_two_processes_make_the_step_of_one(tmp_path, monkeypatch):
     environment = {
-        "KERAS_BACKEND": "torch", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2",
+        "KERAS_BACKEND": "torch", "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     for name, value in environment.items():
@@ -159,14 +159,22 @@ def train_as_one_of_two(rank):
     """Two steps on this process's half of the images, by DistributedDataParallel."""
     import torch.distributed
 
-    torch.distributed.init_process_group("gloo", rank=rank)
+    folder = Path(sys.argv[1])
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=2,
+        # An answer that does not come is an error that names what waits for it.
+        timeout=timedelta(minutes=2),
+    )
     model = classifier()
     module = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     x, y = torch.from_numpy(IMAGES[rank::2]), torch.from_numpy(LABELS[rank::2])
     for _ in range(2):
         step(model, module, optimizer, x, y)
-    np.savez(Path(sys.argv[1]) / f"{rank}.npz", *values(model))
+    np.savez(folder / f"{rank}.npz", *values(model))
     torch.distributed.destroy_process_group()
 
 
