@@ -4,7 +4,6 @@ Importing takes most of the time of a process that does little. A program that h
 imported all it needs, and has asked for no devices yet, forks the processes.
 """
 
-import faulthandler
 import os
 import signal
 import socket
@@ -17,8 +16,7 @@ from pathlib import Path
 from tests.xla_flags import quick
 
 ROOT = Path(__file__).resolve().parents[1]
-# Seconds after which what waits for ever says where it is, and is ended soon after. A
-# busy machine may take minutes.
+# Seconds after which what waits for ever is ended. A busy machine may take minutes.
 PATIENCE = 600
 
 
@@ -39,7 +37,6 @@ def start_forked(work: Callable, *arguments: object) -> int:
     child = os.fork()
     if child:
         return child
-    faulthandler.dump_traceback_later(PATIENCE)
     status = 1
     try:
         work(*arguments)
@@ -97,9 +94,9 @@ def run_python(
 
 
 def run_script(script: Path, *arguments: object) -> None:
-    """Runs a program that forks; it is killed soon after `PATIENCE`."""
+    """Runs a program that forks. After `PATIENCE`, all say where they are and end."""
     process = subprocess.Popen(
-        [sys.executable, str(script), *map(str, arguments)],
+        [sys.executable, "-X", "faulthandler", str(script), *map(str, arguments)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
         stdout=subprocess.PIPE,
@@ -108,9 +105,13 @@ def run_script(script: Path, *arguments: object) -> None:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=PATIENCE + 30)
+        output, _ = process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)
+        print(process.communicate()[0])
+        raise
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
-        print(process.communicate()[0])
+        process.wait()
         raise
     assert process.returncode == 0, output[-4000:]

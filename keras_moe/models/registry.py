@@ -171,6 +171,15 @@ def presets() -> dict[str, dict]:
     return copy.deepcopy(_PRESETS)
 
 
+def metadata_of(cls: type) -> dict[str, dict]:
+    """Returns what KerasHub says of a class's presets, by name."""
+    return {
+        name: {"metadata": {"description": summary(x), "source": x["source"]}}
+        for name, x in _PRESETS.items()
+        if cls.__name__ in (x["backbone"], x["task"])
+    }
+
+
 def summary(spec: dict) -> str:
     """Returns a preset's description, results and licence in one line."""
     if spec["weights"] is None:

@@ -3,7 +3,10 @@
 Axes: G groups, S group_size, E experts, C capacity, D hidden.
 """
 
+import functools
 import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -188,7 +191,8 @@ class Router(KeepsFrozen, keras.layers.Layer):
         return {**super().get_config(), **values}
 
 
-def router_arguments(cls: type[Router]) -> dict[str, Any]:
+@functools.lru_cache(maxsize=256)
+def router_arguments(cls: type[Router]) -> Mapping[str, Any]:
     """Constructor arguments of a router class and its bases; None if required."""
     arguments = {}
     for base in cls.__mro__:
@@ -206,4 +210,5 @@ def router_arguments(cls: type[Router]) -> dict[str, Any]:
                 arguments.setdefault(parameter.name, default)
         if inspect.Parameter.VAR_KEYWORD not in kinds:
             break
-    return {k: v for k, v in arguments.items() if k not in cls.refused_arguments}
+    known = {k: v for k, v in arguments.items() if k not in cls.refused_arguments}
+    return MappingProxyType(known)

@@ -205,13 +205,7 @@ class MoEModel(Exportable, TorchParameters):
     @ClassProperty
     def presets(cls: Any):
         """The registered presets of this class, in KerasHub's format."""
-        return {
-            name: {
-                "metadata": {"description": registry.summary(x), "source": x["source"]}
-            }
-            for name, x in registry.presets().items()
-            if cls.__name__ in (x["backbone"], x["task"])
-        }
+        return registry.metadata_of(cls)
 
     @classmethod
     def from_preset(cls, preset: object, load_weights: bool = True, **kwargs) -> Self:
