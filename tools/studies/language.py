@@ -8,7 +8,10 @@ active parameters than the dense one. They train for equal steps on the same row
 rates trains the dense model and the vanilla mixture for a third of the steps, to choose
 the learning rate; ngrams chooses the order of a Kneser-Ney model; both look at the
 validation documents alone. training trains all models from several seeds by the chosen
-rate, and looks at the test documents once, at its end. types trains MoE++ with several
+rate, and looks at the test documents once, at its end. contexts says where n-grams and
+models are ahead of each other there: by how many of the tokens before a token the
+training documents have in a row, and for n-grams of no more rows than models train on.
+types trains MoE++ with several
 numbers of constant experts (Figure 3 of the paper), removes types of experts after
 training (Table C), and counts the experts of each type by the class of the token
 (Figure 4), all on validation documents.
@@ -55,7 +58,7 @@ python -m tools.studies language
 python -m tools.studies language --data python_sources --steps 20000 --hidden-dim 64
 python -m tools.studies language --parts ngrams"""
 INTERRUPTED = RESUMES
-PARTS = ("rates", "ngrams", "training", "types")
+PARTS = ("rates", "ngrams", "training", "contexts", "types")
 ORDERS = range(2, 11)
 # Points of each curve of validation perplexities.
 POINTS = 10
@@ -140,17 +143,16 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     study = Study(args.output, settings, console, args.restart)
     trainer = Trainer(texts, settings)
     rates = Rates(study, trainer, args.rates)
-    make = {
-        "rates": lambda: rates,
-        "ngrams": lambda: Ngrams(study, texts),
-        "training": lambda: Training(
-            study, trainer, args.seeds, rates, models=args.models
-        ),
-        "types": lambda: Types(study, trainer, args.seeds, rates),
+    ngrams = Ngrams(study, texts)
+    trained = Training(study, trainer, args.seeds, rates, models=args.models)
+    parts = {
+        "rates": rates,
+        "ngrams": ngrams,
+        "training": trained,
+        "contexts": Contexts(study, ngrams, trained),
+        "types": Types(study, trainer, args.seeds, rates),
     }
-    return run_parts(
-        study, {name: make[name]() for name in PARTS if name in args.parts}
-    )
+    return run_parts(study, {x: parts[x] for x in PARTS if x in args.parts})
 
 
 class Trainer:
@@ -258,6 +260,19 @@ class Trainer:
         values = model.evaluate(rows, batch_size=size, verbose=0, return_dict=True)
         return float(values["perplexity"])
 
+    def losses(self, model: keras.Model, rows: dict[str, np.ndarray]) -> np.ndarray:
+        """The loss of each target of rows, in nats."""
+        found = []
+        for first in range(0, len(rows["targets"]), EVALUATED):
+            batch = {k: x[first : first + EVALUATED] for k, x in rows.items()}
+            targets = batch.pop("targets")[..., None]
+            logits = model.predict_on_batch(batch)
+            logits -= logits.max(-1, keepdims=True)
+            losses = np.log(np.exp(logits).sum(-1, keepdims=True))
+            losses -= np.take_along_axis(logits, np.maximum(targets, 0), -1)
+            found.append(losses[targets >= 0])
+        return np.concatenate(found)
+
     def routing(self, model: keras.Model) -> tuple[dict, *tuple[np.ndarray, ...]]:
         """Routing of validation rows; which tokens are real, their ids and classes."""
         rows = {k: x[:192] for k, x in self.texts.rows["validation"].items()}
@@ -319,29 +334,46 @@ class Ngrams(Part):
         super().__init__(study)
         self.texts = texts
 
-    def results(self) -> dict:
+    @functools.cached_property
+    def found(self) -> dict[int, tuple[float, KneserNey]]:
+        """Models by order, with their validation perplexities."""
         documents = self.texts.documents["train"]
-        found = {}
-        for order in ORDERS:
-            model = KneserNey(documents, self.texts.size, order)
-            found[order] = (self.perplexity(model, "validation"), model)
-        chosen = min(found, key=lambda order: found[order][0])
+        models = {x: KneserNey(documents, self.texts.size, x) for x in ORDERS}
         return {
-            "tokens": sum(map(len, documents)),
-            "rows": {order: value for order, (value, _) in found.items()},
-            "chosen": chosen,
-            "test": self.perplexity(found[chosen][1], "test"),
-            "ngrams": sum(len(level.keys) for level in found[chosen][1].levels),
+            order: (self.perplexity(model, "validation"), model)
+            for order, model in models.items()
         }
 
+    @property
+    def chosen(self) -> int:
+        """The order that validation documents choose."""
+        return min(self.found, key=lambda order: self.found[order][0])
+
+    def results(self) -> dict:
+        model = self.found[self.chosen][1]
+        return {
+            "tokens": sum(map(len, self.texts.documents["train"])),
+            "rows": {order: value for order, (value, _) in self.found.items()},
+            "chosen": self.chosen,
+            "test": self.perplexity(model, "test"),
+            "ngrams": sum(len(level.keys) for level in model.levels),
+        }
+
+    def losses(self, model: KneserNey, split: str) -> tuple[np.ndarray, np.ndarray]:
+        """The loss of each target of a split's rows, and its known context.
+
+        Documents of a row are on their own; the first token of each is no target.
+        """
+        found = [
+            model.log_likelihoods(document)
+            for document in documents_of(self.texts.rows[split])
+        ]
+        values, known = (np.concatenate([x[1:] for x in part]) for part in zip(*found))
+        return -values, known
+
     def perplexity(self, model: KneserNey, split: str) -> float:
-        """The perplexity of the targets of a split's rows, each row on its own."""
-        rows, losses = self.texts.rows[split], []
-        for ids, mask in zip(rows["token_ids"], rows["padding_mask"]):
-            for document in range(1, mask.max() + 1):
-                # The first token of a row or document is no target.
-                losses.append(model.log_likelihoods(ids[mask == document])[1:])
-        return float(np.exp(-np.concatenate(losses).mean()))
+        """The perplexity of the targets of a split's rows."""
+        return float(np.exp(self.losses(model, split)[0].mean()))
 
     def show(self, results: dict, console: Console) -> None:
         table = new_table(
@@ -354,6 +386,13 @@ class Ngrams(Part):
         console.print(table)
 
 
+def documents_of(rows: dict[str, np.ndarray]) -> Iterator[np.ndarray]:
+    """The token ids of the documents, or parts of them, of each row."""
+    for ids, mask in zip(rows["token_ids"], rows["padding_mask"]):
+        for document in range(1, mask.max() + 1):
+            yield ids[mask == document]
+
+
 class Seeds(Part):
     """A part that trains models from several seeds by the chosen rate."""
 
@@ -363,17 +402,17 @@ class Seeds(Part):
 
     def finish_all(self, names: Iterable[str], rate: float) -> dict[str, list[dict]]:
         """What `measure` says of each model, from each seed."""
-        runs = [
-            Run(
-                name,
-                seed,
-                {"overrides": self.trainer.overrides(name), "rate": rate},
-                functools.partial(self.train, name, seed, rate),
-            )
-            for name in names
+        return self.study.finish_all(
+            [run for name in names for run in self.runs_of(name, rate)]
+        )
+
+    def runs_of(self, name: str, rate: float) -> list[Run]:
+        """The runs of a model, one for each seed."""
+        settings = {"overrides": self.trainer.overrides(name), "rate": rate}
+        return [
+            Run(name, seed, settings, functools.partial(self.train, name, seed, rate))
             for seed in range(self.seeds)
         ]
-        return self.study.finish_all(runs)
 
     def train(
         self, name: str, seed: int, rate: float, on_progress: OnProgress
@@ -381,12 +420,12 @@ class Seeds(Part):
         """Trains from a seed and measures the model."""
         steps = self.trainer.settings["steps"]
         model, result = self.trainer.fit(name, seed, rate, steps, on_progress)
-        return self.measure(name, model, result, on_progress), {}
+        return self.measure(name, model, result, on_progress)
 
     def measure(
         self, name: str, model: keras.Model, result: dict, on_progress: OnProgress
-    ) -> dict:
-        """The result of a run, given that of its training."""
+    ) -> tuple[dict, dict]:
+        """The result and the arrays of a run, given the result of its training."""
         raise NotImplementedError
 
 
@@ -396,6 +435,12 @@ class Training(Seeds):
     def __init__(self, *args: Any, models: Sequence[str]):
         super().__init__(*args)
         self.models = dict.fromkeys(("dense", *models))
+
+    def runs(self) -> dict[str, list[Run]]:
+        """The runs of each model, done."""
+        rate = self.rates.results()["chosen"]
+        self.finish_all(self.models, rate)
+        return {name: self.runs_of(name, rate) for name in self.models}
 
     def results(self) -> dict:
         rate, rows = self.rates.results()["chosen"], {}
@@ -422,13 +467,14 @@ class Training(Seeds):
     def measure(self, name, model, result, on_progress):
         texts, overrides = self.trainer.texts, self.trainer.overrides(name)
         costs = models.describe(MODELS[name][0], load_weights=False, **overrides)
-        for split in ("validation", "test"):
-            result[split] = self.trainer.perplexity(model, texts.rows[split])
+        losses = self.trainer.losses(model, texts.rows["test"])
+        result["validation"] = self.trainer.perplexity(model, texts.rows["validation"])
+        result["test"] = float(np.exp(losses.mean()))
         result["parameters"] = model.count_params()
         result["active"] = costs.active_parameters
         if model.routing:
             result |= self.routed(model)
-        return result
+        return result, {"losses": losses}
 
     def routed(self, model: keras.Model) -> dict[str, float]:
         """What the experts do with the validation documents."""
@@ -493,6 +539,59 @@ class Training(Seeds):
         return [path]
 
 
+class Contexts(Part):
+    """Where n-grams are ahead of trained models, and where they are behind."""
+
+    def __init__(self, study: Study, ngrams: Ngrams, trained: Training):
+        super().__init__(study)
+        self.ngrams, self.trained = ngrams, trained
+
+    def results(self) -> dict:
+        trainer, order = self.trained.trainer, self.ngrams.chosen
+        own, known = self.ngrams.losses(self.ngrams.found[order][1], "test")
+        seen = KneserNey(self.seen(), trainer.texts.size, order)
+        losses = {
+            "n-grams": own,
+            "n-grams of as many rows": self.ngrams.losses(seen, "test")[0],
+            **{
+                name: np.mean([self.study.arrays(run)["losses"] for run in runs], 0)
+                for name, runs in self.trained.runs().items()
+            },
+        }
+        return {
+            "order": order,
+            "perplexities": {k: float(np.exp(x.mean())) for k, x in losses.items()},
+            "rows": {
+                int(length): {
+                    "share": float(np.mean(known == length)),
+                    **{k: float(x[known == length].mean()) for k, x in losses.items()},
+                }
+                for length in np.unique(known)
+            },
+        }
+
+    def seen(self) -> list[np.ndarray]:
+        """The documents of the rows of seed 0's steps, each row once."""
+        trainer = self.trained.trainer
+        size, steps = (trainer.settings[x] for x in ("batch_size", "steps"))
+        steps = min(steps, len(trainer.texts.rows["train"]["token_ids"]) // size)
+        batches = itertools.islice(trainer.batches(0), steps)
+        return [document for rows in batches for document in documents_of(rows)]
+
+    def show(self, results: dict, console: Console) -> None:
+        names = list(results["perplexities"])
+        table = new_table(
+            f"Test losses by known context; n-grams of order {results['order']}",
+            *("known tokens before", "share %", *names),
+        )
+        for length, row in results["rows"].items():
+            cells = (f"{row[name]:.2f}" for name in names)
+            table.add_row(str(length), f"{100 * row['share']:.1f}", *cells)
+        cells = (f"{x:.2f}" for x in results["perplexities"].values())
+        table.add_row("perplexity", "", *cells)
+        console.print(table)
+
+
 class Types(Seeds):
     """What the types of experts of MoE++ are for, on validation documents."""
 
@@ -546,7 +645,7 @@ class Types(Seeds):
                 label = types if isinstance(types, str) else " and ".join(types)
                 result["removed"][label] = trainer.perplexity(without, rows)
                 on_progress(f"without {label}")
-        return result
+        return result, {}
 
     def show(self, results: dict, console: Console) -> None:
         table = new_table(

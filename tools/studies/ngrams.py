@@ -83,11 +83,16 @@ class KneserNey:
             constant_values=self.base - 1,
         )
 
-    def log_likelihoods(self, document: Sequence[int]) -> np.ndarray:
-        """The log-likelihood of each token, given those before it."""
+    def log_likelihoods(self, document: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """The log-likelihood of each token, given those before it.
+
+        Also how many of those, up to n - 1, some training document has in a row with
+        another token after them.
+        """
         tokens = self._padded(document)
         p = np.full(len(tokens), 1 / (self.base - 1))
         ids = np.zeros(len(tokens), "int64")
+        known = np.full(len(tokens), -1)
         for back, level in enumerate(self.levels):
             context = np.roll(ids, 1)
             keys = ids * self.base + np.roll(tokens, back)
@@ -97,4 +102,5 @@ class KneserNey:
             left = level.discount * level.followers[context] * p
             kept = np.maximum(counts - level.discount, 0) + left
             p = np.where(totals > 0, kept / np.maximum(totals, 1), p)
-        return np.log(p[self.order :])
+            known += totals > 0
+        return np.log(p[self.order :]), known[self.order :]

@@ -49,11 +49,17 @@ def test_kneser_ney_is_its_definition():
     model, grams = KneserNey(documents, size, order), counted(documents, size, order)
     ids = draw.integers(0, size, 12).tolist()
     padded = [size] * order + ids
-    expected = []
+    expected, lengths = [], []
     for end in range(order, len(padded)):
         history = tuple(padded[end - order + 1 : end])
         expected.append(probability(grams, size, history, padded[end], order))
-    np.testing.assert_allclose(model.log_likelihoods(ids), np.log(expected))
+        before = {n: {gram[:-1] for gram in grams[n]} for n in grams}
+        known = (history[order - n :] in before[n] for n in range(1, order + 1))
+        lengths.append(sum(known) - 1)
+    values, contexts = model.log_likelihoods(ids)
+    np.testing.assert_allclose(values, np.log(expected))
+    assert contexts.tolist() == lengths
+    assert set(lengths) == {1, 2, 3}
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +93,7 @@ def test_seeds_begin_anew_and_perplexities_are_of_all_rows(source):
     losses = np.take_along_axis(logits, rows["targets"][..., None], -1)[counted]
     expected = np.exp(-losses.mean())
     assert trainer.perplexity(model, rows) == pytest.approx(expected, rel=1e-5)
+    np.testing.assert_allclose(trainer.losses(model, rows), -losses[:, 0], rtol=1e-4)
 
 
 def test_a_package_of_python_is_in_one_split():
@@ -134,3 +141,15 @@ def test_a_small_study(done, source, tmp_path, monkeypatch):
     for row in types["by_class"].values():
         assert 0 < sum(x["mean"] for x in row.values()) <= 2
     assert results["ngrams"]["test"] < SIZES["vocabulary_size"]
+    contexts = results["contexts"]
+    assert contexts["perplexities"]["n-grams"] == results["ngrams"]["test"]
+    found = contexts["rows"].values()
+    assert sum(row["share"] for row in found) == pytest.approx(1)
+    for name, value in contexts["perplexities"].items():
+        mean = sum(row["share"] * row[name] for row in found)
+        assert np.exp(mean) == pytest.approx(value)
+    # Four steps of four rows are not all rows.
+    whole, part = (
+        contexts["perplexities"][f"n-grams{x}"] for x in ("", " of as many rows")
+    )
+    assert part > whole
