@@ -97,24 +97,6 @@ def same_start():
     keras.config.set_dtype_policy("float32")
 
 
-@pytest.fixture(autouse=True, scope="session")
-def optimizers_before_training():
-    """On TensorFlow, makes optimizers' variables before tracing, in half the time."""
-    if keras.backend.backend() != "tensorflow":
-        yield None
-        return
-    make = keras.Model.make_train_function
-
-    def make_train_function(self, force=False):
-        if self.built and self.trainable_variables and not self.optimizer.built:
-            self.optimizer.build(self.trainable_variables)
-        return make(self, force)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keras.Model, "make_train_function", make_train_function)
-        yield make
-
-
 @pytest.fixture(scope="module")
 def op_by_op():
     """On TensorFlow, traces nothing: for files about weights and configs."""

@@ -25,14 +25,7 @@ def broken_report(*args, **kwargs):
     raise RuntimeError("[broken]")
 
 
-def test_one_command_trains_and_saves(
-    train, tmp_path, monkeypatch, optimizers_before_training, done
-):
-    if optimizers_before_training is not None:
-        # Users train so: the optimizer's variables are made where `fit` is traced.
-        monkeypatch.setattr(
-            keras.Model, "make_train_function", optimizers_before_training
-        )
+def test_one_command_trains_and_saves(train, tmp_path, monkeypatch, done):
     output = done(
         "train", "mumoe_digits", "--output", tmp_path / "run",
         "--recipe-set", *SETTINGS, "--set", *SMALL,
