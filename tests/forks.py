@@ -4,6 +4,7 @@ Importing takes most of the time of a process that does little. A program that h
 imported all it needs, and has asked for no devices yet, forks the processes.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -108,10 +109,10 @@ def run_script(script: Path, *arguments: object) -> None:
         output, _ = process.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGABRT)
-        print(process.communicate()[0])
+        print(process.communicate(timeout=60)[0])
         raise
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
+    finally:
+        # Whatever is left of them.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, output[-4000:]

@@ -90,6 +90,9 @@ def test_seeds_begin_anew_and_perplexities_are_of_all_rows(source):
     logits = model.predict(inputs, verbose=0).astype("float64")
     logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
     counted = rows["targets"] >= 0
+    # The order in which n-grams see the same targets.
+    documents = np.concatenate([x[1:] for x in language.documents_of(rows)])
+    np.testing.assert_array_equal(rows["targets"][counted], documents)
     losses = np.take_along_axis(logits, rows["targets"][..., None], -1)[counted]
     expected = np.exp(-losses.mean())
     assert trainer.perplexity(model, rows) == pytest.approx(expected, rel=1e-5)
