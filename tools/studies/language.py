@@ -11,10 +11,9 @@ validation documents alone. training trains all models from several seeds by the
 rate, and looks at the test documents once, at its end. contexts says where n-grams and
 models are ahead of each other there: by how many of the tokens before a token the
 training documents have in a row, and for n-grams of no more rows than models train on.
-types trains MoE++ with several
-numbers of constant experts (Figure 3 of the paper), removes types of experts after
-training (Table C), and counts the experts of each type by the class of the token
-(Figure 4), all on validation documents.
+types trains MoE++ with several numbers of constant experts (Figure 3 of the paper),
+removes types of experts after training (Table C), and counts the experts of each type
+by the class of the token (Figure 4), all on validation documents.
 """
 
 import argparse
@@ -33,6 +32,7 @@ from keras_moe import analysis, models
 from keras_moe.analysis.tokens import flow_statistics, main_experts
 from keras_moe.cli._arguments import RESUMES, Result, add_count, add_output
 from keras_moe.cli.train import backend_and_versions
+from keras_moe.losses.language import logit_log_likelihoods
 from keras_moe.ops.expert_types import EXPERT_TYPES
 from tools.studies import plots
 from tools.studies.moepp import REMOVALS
@@ -265,12 +265,9 @@ class Trainer:
         found = []
         for first in range(0, len(rows["targets"]), EVALUATED):
             batch = {k: x[first : first + EVALUATED] for k, x in rows.items()}
-            targets = batch.pop("targets")[..., None]
-            logits = model.predict_on_batch(batch)
-            logits -= logits.max(-1, keepdims=True)
-            losses = np.log(np.exp(logits).sum(-1, keepdims=True))
-            losses -= np.take_along_axis(logits, np.maximum(targets, 0), -1)
-            found.append(losses[targets >= 0])
+            targets = batch.pop("targets")
+            values = logit_log_likelihoods(model.predict_on_batch(batch), targets)
+            found.append(-keras.ops.convert_to_numpy(values)[targets >= 0])
         return np.concatenate(found)
 
     def routing(self, model: keras.Model) -> tuple[dict, *tuple[np.ndarray, ...]]:
