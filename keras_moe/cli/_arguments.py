@@ -46,7 +46,7 @@ class Result(NamedTuple):
                 thing(console)
             else:
                 is_text = isinstance(thing, str)
-                console.print(thing, highlight=False, soft_wrap=is_text, markup=False)
+                console.print(thing, highlight=False, soft_wrap=is_text)
 
 
 class Parser(argparse.ArgumentParser):

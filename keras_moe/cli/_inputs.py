@@ -176,11 +176,13 @@ def progress_shown(
     console: "Console", text: str, *columns: "ProgressColumn | str"
 ) -> Iterator[Callable[[int, int | None, str], None]]:
     """A function of (done, total, name) that moves a bar on a terminal."""
-    from rich.progress import Progress
+    from rich.progress import Progress, TextColumn
 
     is_shown = console.is_terminal
+    # Names of files may have brackets, which are no markup.
+    own = [TextColumn(x, markup=False) if isinstance(x, str) else x for x in columns]
     with Progress(
-        *columns, console=console, transient=True, disable=not is_shown
+        *own, console=console, transient=True, disable=not is_shown
     ) as progress:
         task = progress.add_task(text, total=None)
 

@@ -173,7 +173,10 @@ def import_own(modules: list[str]) -> None:
 
 
 def new_console() -> "Console":
-    """A console of `rich` that lets the program end when the reader of stdout left."""
+    """A console of `rich` without markup, which names and errors may look like.
+
+    It lets the program end when the reader of stdout left.
+    """
     from rich.console import Console
 
     class PipedConsole(Console):
@@ -182,7 +185,7 @@ def new_console() -> "Console":
             raise BrokenPipeError
 
     chosen_elsewhere = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return PipedConsole(width=None if chosen_elsewhere else WIDTH)
+    return PipedConsole(width=None if chosen_elsewhere else WIDTH, markup=False)
 
 
 def set_environment() -> None:

@@ -131,13 +131,11 @@ def csv_text(values: Sequence[dict[str, Any]]) -> str:
 
 def table_of(values: Sequence[dict[str, Any]]) -> Any:
     from rich.table import Table
-    from rich.text import Text
 
     table = Table("photo", "name")
     table.add_column("probability", justify="right")
     for row in values:
         for rank, found in enumerate(row["classes"]):
-            # Names may have brackets, which are no markup.
-            photo = Text("" if rank else row["photo"])
-            table.add_row(photo, Text(found["name"]), f"{found['probability']:.2%}")
+            photo = "" if rank else row["photo"]
+            table.add_row(photo, found["name"], f"{found['probability']:.2%}")
     return table

@@ -141,8 +141,7 @@ def findings_table(values: dict) -> "Table":
         title=f"{values['preset']}: routing of {values['examples']:,} examples of "
         f"{values['data']} {values['split']}",
     )
-    # `Text` reads no markup, which names in the data may look like.
     for finding in values["findings"]:
         level = Text(finding["level"], STYLES[finding["level"]])
-        table.add_row(level, Text(finding["text"]))
+        table.add_row(level, finding["text"])
     return table

@@ -259,7 +259,7 @@ def fit(
         # Not before, where an error would follow it.
         if process == 0:
             for line in first_lines(recipe, model, args.data_dir):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                console.print(line, highlight=False, soft_wrap=True)
             console.print(settings_table(recipe))
             if (costs := costs_of(model)) is not None:
                 costs.print_routing(console, recipe.data.batch_size)
@@ -416,7 +416,7 @@ def write_report(
             f"The model is in {folder / 'preset'}; `keras-moe report {folder}` makes a "
             "report of it."
         )
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(text, highlight=False, soft_wrap=True)
         return None
 
 

@@ -90,6 +90,8 @@ def test_results_are_tables_or_json(program, work, tmp_path):
         console.print("a progress bar")
         table = Table("name")
         table.add_row("a row")
+        # Names of files are no markup.
+        table.add_row("photo[b].jpg[/i]")
         return Result({"loss": float("nan"), "steps": (1, 2)}, (table, "end"))
 
     work(run)
@@ -97,6 +99,7 @@ def test_results_are_tables_or_json(program, work, tmp_path):
     shown = program("describe", "x")
     assert shown.status == 0
     assert "a row" in shown.output
+    assert "photo[b].jpg[/i]" in shown.output
     assert shown.output.endswith("end\n")
     assert shown.errors == ""
     # Nothing but JSON on stdout.

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from keras_moe._checks import check_pair, unfit
 from keras_moe._files import write_json
@@ -82,14 +83,16 @@ class ConversionReport(NamedTuple):
     def print(self, console: Console | None = None) -> None:
         """Prints a table of all weights and the unused tensors."""
         console = console or Console()
-        table = Table(title=f"{self.source}: {self.scheme}, {self.licence}")
+        title = f"{self.source}: {self.scheme}, {self.licence}"
+        table = Table(title=Text(title, "table.title"))
         for column in ("weight", "shape", "from", "how"):
             table.add_column(column, overflow="fold")
         for weight in self.weights:
             sources = "\n".join(
                 f"{name} {list(shape)}" for name, shape in weight.sources.items()
             )
-            table.add_row(weight.weight, str(list(weight.shape)), sources, weight.how)
+            values = weight.weight, list(weight.shape), sources, weight.how
+            table.add_row(*(Text(str(value)) for value in values))
         for name in self.new:
             table.add_row(name, "", "", "new: initial values")
         console.print(table)
