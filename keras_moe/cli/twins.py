@@ -4,8 +4,8 @@ Trains the model of a recipe, a dense one of equal FLOPs and one of equal parame
 from several seeds on the same batches. Training images that are held out choose each
 model's learning rate; the test images are read once, at the end.
 
-Writes `twins.json` and `twins.png`, the errors over the costs, to the output folder.
-The same command again resumes where it ended.
+Writes `twins.json` and, with the extra `plots`, the errors over the costs as
+`twins.png` to the output folder. The same command again resumes where it ended.
 """
 
 import argparse
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
 keras-moe twins vmoe_digits
-keras-moe twins vmoe_digits --data folder:PHOTOS --seeds 5
+keras-moe twins vmoe_digits --data folder:PHOTOS --seeds 5 --output runs/photos-twins
 keras-moe twins vmoe_s32_i1k --data tfds:imagenette --rates 5e-4 1e-3 2e-3 4e-3"""
 INTERRUPTED = _arguments.RESUMES
 

@@ -169,6 +169,14 @@ def train(
         return _trained(run, checkpoint, callbacks, verbose)
 
 
+def settings_of_runs(recipe: Recipe) -> dict[str, Any]:
+    """The settings of a recipe that its runs depend on."""
+    settings = recipe.settings()
+    for name in ("description", "reference", "notes", "compilation_cache"):
+        del settings[name]
+    return settings
+
+
 class _Run:
     """The initial model of a recipe, and its batches from any step on."""
 
@@ -239,10 +247,7 @@ class _Run:
 
     def settings(self) -> dict[str, Any]:
         """Returns all that a run depends on, images left out as unreadable included."""
-        recipe = self.recipe
-        settings = recipe.settings()
-        for name in ("description", "reference", "notes", "compilation_cache"):
-            del settings[name]
+        recipe, settings = self.recipe, settings_of_runs(self.recipe)
         if self.own_datasets is not None:
             return settings
         left_out = None

@@ -5,7 +5,7 @@ import importlib
 import json
 import os
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -262,21 +262,17 @@ class RunCheckpoint(Callback):
         state = checkpoint.state
         saved = {**state["settings"], "steps_per_epoch": state["steps_per_epoch"]}
         given = {**self.settings, "steps_per_epoch": self.steps_per_epoch}
-        self.changed, different = {}, []
-        for name in sorted({*saved, *given}):
-            old, new = saved.get(name), given.get(name)
-            if old == new:
-                continue
-            if name in self.may_differ:
-                self.changed[name] = old
-            else:
-                different.append(f"{name}={new!r} (there {old!r})")
+        different = different_settings(saved, given)
+        may_differ = [name for name in different if name in self.may_differ]
+        self.changed = {name: saved.get(name) for name in may_differ}
+        for name in may_differ:
+            del different[name]
         if different:
             raise ValueError(
                 f"Expected the settings of the run in {self.folder}; received: "
-                f"{', '.join(different)}. Take another folder (--output), begin anew "
-                "(--restart, resume=False), or extend the run (--extend, extend=True) "
-                "if its length alone differs"
+                f"{', '.join(different.values())}. Take another folder (--output), "
+                "begin anew (--restart, resume=False), or extend the run (--extend, "
+                "extend=True) if its length alone differs"
             )
         old, new = state["versions"], versions()
         if old != new:
@@ -345,6 +341,17 @@ def _groups(model) -> dict[str, Sequence[keras.Variable]]:
         # Together with the states of seeds.
         "model": [*model.trainable_variables, *model.non_trainable_variables],
         "optimizer": list(model.optimizer.variables),
+    }
+
+
+def different_settings(
+    saved: Mapping[str, object], given: Mapping[str, object]
+) -> dict[str, str]:
+    """What differs between settings, by name, as a text."""
+    return {
+        name: f"{name}={given.get(name)!r} (there {saved.get(name)!r})"
+        for name in sorted({*saved, *given})
+        if saved.get(name) != given.get(name)
     }
 
 

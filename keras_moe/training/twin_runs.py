@@ -26,8 +26,8 @@ from keras_moe.training.non_finite import NonFiniteLoss
 from keras_moe.training.objectives import Classification
 from keras_moe.training.optimizers import group_factors
 from keras_moe.training.recipes import Recipe
-from keras_moe.training.run import train
-from keras_moe.training.run_checkpoint import versions
+from keras_moe.training.run import settings_of_runs, train
+from keras_moe.training.run_checkpoint import different_settings, versions
 from keras_moe.training.sections import ImageData, ModelConfig, json_copy
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ _CAPTION = (
     "Test images, ± the standard error over seeds; MFLOPs of an image's forward pass. "
     "The training loss includes auxiliary losses."
 )
+# 97.5% quantiles of Student's t for two seeds, three and so on; the last one serves for
+# more seeds, too.
+_STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 # `mlp_dim` is a multiple of these if that changes the cost by less than a share: odd
 # sizes are slow on accelerators.
 _MULTIPLES, _ROUNDING = (64, 8, 1), 0.005
@@ -104,7 +107,7 @@ class Twins(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """What was found; less than 2 standard errors are no difference."""
+        """What was found; a 95% interval with 0 (Student's t) is no difference."""
         experts, wide = self.models["experts"], self.models["wide"]
         over = f"Over {len(experts.runs)} seeds"
         if len(experts.runs) == 1:
@@ -116,7 +119,12 @@ class Twins(NamedTuple):
 
     def _found(self, twin):
         mean, error = difference = self.difference(twin)
-        if not mean or abs(mean) < 2 * (error or 0):
+        seeds = len(self.models[twin].runs)
+        # A few seeds may differ by the same few images: that is no error of 0.
+        unclear = error == 0
+        if error:
+            unclear = abs(mean) < error * _STUDENT[min(seeds - 2, len(_STUDENT) - 1)]
+        if unclear or not mean:
             points = difference.text(sign="+")
             return f"show no difference from {_EQUAL[twin]} ({points} points)"
         size, more = Estimate(abs(mean), error).text(), "more" if mean > 0 else "less"
@@ -176,12 +184,14 @@ def twins(
     read the test split, once.
 
     Started again, it goes on where it ended: runs with the same settings are not
-    repeated.
+    repeated. Twins have the recipe's groups of weights, less those that match none of
+    theirs.
 
     Args:
         recipe: a recipe of images with one class each, for a model with experts that
             starts from random weights.
-        folder: folder of the runs, and of the result, `twins.json`.
+        folder: folder of the runs, and of the result, `twins.json`. It may have runs
+            of other seeds and learning rates, and of no other settings.
         seeds: number of seeds, from the recipe's on.
         learning_rates: peak learning rates to try; by default half of the recipe's,
             that, and twice as much.
@@ -214,7 +224,8 @@ def twins(
         raise unfit("the objective classification", objective=recipe.objective.name)
     if recipe.model.load_weights and not is_architecture(preset):
         expected = "a model that starts from random weights, as its twins do"
-        raise unfit(expected, load_weights=True, preset=preset)
+        hint = "(--recipe-set model.load_weights=false gives it some)"
+        raise unfit(f"{expected} {hint}", load_weights=True, preset=preset)
     if rank_and_world_size()[1] > 1:
         raise unfit("a single process", processes=rank_and_world_size()[1])
     num_classes = recipe.objective.num_classes(recipe.data, data_dir)
@@ -232,8 +243,9 @@ def twins(
     trained = [runs.trained(name, chosen[name], seed) for name, seed in each]
     for (name, seed), record in zip(each, trained):
         if "nll" not in record:
-            expected = f"learning_rates with which {name} never diverges"
-            raise unfit(expected, learning_rate=chosen[name], seed=seed)
+            expected = f"learning_rates (--rates) with which {name} never diverges"
+            values = {"learning_rate": chosen[name], "seed": seed}
+            raise unfit(f"{expected}; finished runs are kept", **values)
     # All choices are made before the first look at the test images.
     tested = {name: [] for name in recipes}
     for (name, seed), record in zip(each, trained):
@@ -254,7 +266,7 @@ def twins(
     }
     result = Twins(str(recipe.data.source), found)
     about = {"recipe": recipe.to_dict(), "held_out": own.data.to_dict()["held_out"]}
-    about |= {"backend": keras.backend.backend(), "versions": versions()}
+    about |= {"backend": keras.backend.backend(), "versions": runs.versions}
     write_json(Path(folder) / "twins.json", {**result.to_dict(), **about})
     return result
 
@@ -312,11 +324,14 @@ def twin_models(
 
 def _twin(recipe, config, num_classes) -> Recipe:
     """The recipe with another model, and without groups of weights that it lacks."""
-    groups = given = recipe.optimizer.groups
-    if given and config != dataclasses.replace(recipe.model, load_weights=False):
+    given, groups = recipe.optimizer.groups or [], []
+    if config == dataclasses.replace(recipe.model, load_weights=False):
+        groups = given
+    else:
+        # Now, since what cannot be built should not fail after the other's runs.
         make = recipe.objective.new_model
         model = make(config, num_classes, recipe.seed, models.abstract)
-        paths, groups = [x.path for x in model.trainable_variables], []
+        paths = [x.path for x in model.trainable_variables]
         for group in given:
             try:
                 group_factors([*groups, group], paths)
@@ -338,7 +353,8 @@ class _HeldOut(ImageData):
 
     def left_out(self, data_dir=None):
         if data_dir not in self._left_out:
-            excluded = super().left_out(data_dir)[0]
+            # The training split alone, which both splits are part of.
+            excluded = self.left_out_of(self.train_split, self.exclude, data_dir)
             count = data.num_examples(self.source, self.train_split, data_dir)
             kept = np.setdiff1d(np.arange(count), excluded)
             own = np.random.default_rng(0).choice(kept, self.held_out, replace=False)
@@ -350,17 +366,14 @@ class _HeldOut(ImageData):
 def _with_held_out(recipe, held_out, data_dir) -> Recipe:
     """The recipe that evaluates on images which it does not train on."""
     config, number = recipe.data, check_positive("held_out", held_out)
-    excluded, _ = config.left_out(data_dir) or ((), ())
+    excluded, _ = config.left_out(data_dir)
     count = data.num_examples(config.source, config.train_split, data_dir, excluded)
     size = round(number * count) if number < 1 else round(number)
     if not 0 < size <= count - config.batch_size or number not in (size, number % 1):
         expected = f"some of {count} training images beside a batch"
         raise unfit(expected, held_out=held_out, batch_size=config.batch_size)
     settings = {**config.to_dict(), "test_split": config.train_split}
-    # A probe would read all images, in each run.
-    objective = recipe.objective.replace(linear_probe=False)
-    own = _HeldOut(**settings, held_out=size)
-    return dataclasses.replace(recipe, data=own, objective=objective)
+    return dataclasses.replace(recipe, data=_HeldOut(**settings, held_out=size))
 
 
 # Runs
@@ -380,7 +393,7 @@ class _Runs:
     ):
         self.recipe, self.recipes, self.folder = recipe, recipes, folder
         self.data_dir, self.total, self.progress = data_dir, total, progress
-        self.done = set()
+        self.done, self.versions = set(), []
 
     def show(self, text: str) -> None:
         if self.progress is not None:
@@ -391,14 +404,14 @@ class _Runs:
         recipe, folder, settings = self._run(name, rate, seed)
         label = f"{name}, learning rate {rate:g}, seed {seed}"
 
-        def make(resume):
+        def make():
             watch: Any = keras.callbacks.LambdaCallback(
                 on_epoch_end=lambda epoch, logs: self.show(
                     f"{label}, epoch {epoch + 1} of {watch.params['epochs']}"
                 )
             )
             try:
-                run = self._train(recipe, folder, resume, [watch])
+                run = self._train(recipe, folder, [watch])
             except ValueError as error:
                 if not isinstance(error.__cause__, NonFiniteLoss):
                     raise
@@ -413,10 +426,14 @@ class _Runs:
         recipe, folder, settings = self._run(name, rate, seed)
         settings["data.test_split"] = self.recipe.data.test_split
 
-        def make(resume):
+        def make():
             # Nothing is left to train.
-            model = self._train(recipe, folder, True, ()).model
-            return self._figures(model, self.recipe)
+            model = self._train(recipe, folder, ()).model
+            figures = self._figures(model, self.recipe)
+            if not figures:
+                expected = f"finite outputs of {name}, seed {seed}"
+                raise unfit(expected, "NaN or Inf for test images")
+            return figures
 
         label = f"{name}, seed {seed}, test images"
         return self._once(label, folder / "test.json", settings, make)
@@ -434,7 +451,7 @@ class _Runs:
                 model.train_on_batch(*batch)
             return 1e3 * (time.perf_counter() - start)
 
-        def make(resume):
+        def make():
             arguments, batch, times = {}, None, {name: [] for name in own}
             for name, (recipe, _, _) in own.items():
                 model = recipe.new_model(num_classes)
@@ -453,33 +470,41 @@ class _Runs:
             return {name: statistics.median(values) for name, values in times.items()}
 
         path = self.folder / "step_times.json"
-        return self._once("times of training steps", path, settings, make)
+        # Other rates may be the best by now.
+        return self._once("times of training steps", path, settings, make, redo=True)
 
     def _run(self, name, rate, seed):
         """Recipe, folder and settings of a run."""
-        changes = {"schedule.learning_rate": rate, "seed": seed}
-        recipe = self.recipes[name].replace(**changes)
-        settings = {**recipe.settings(), "backend": keras.backend.backend()}
-        for text in ("description", "reference", "notes", "compilation_cache"):
-            del settings[text]
+        recipe = self.recipes[name]
+        schedule = recipe.schedule.replace(learning_rate=rate)
+        # Shares the data's section, which remembers the images that are left out.
+        recipe = dataclasses.replace(recipe, seed=seed, schedule=schedule)
+        settings = {**settings_of_runs(recipe), "backend": keras.backend.backend()}
         return recipe, self.folder / f"{name}-rate{rate:g}-seed{seed}", settings
 
-    def _train(self, recipe, folder, resume, callbacks):
+    def _train(self, recipe, folder, callbacks):
         options = {"data_dir": self.data_dir, "verbose": 0, "callbacks": callbacks}
         options |= {"checkpoint_dir": folder / "checkpoints", "keep_checkpoints": 1}
-        return train(recipe, resume=resume, **options)
+        return train(recipe, **options)
 
-    def _once(self, label, path, settings, make) -> Any:
-        """What the file has for these settings, or else what is made for them."""
+    def _once(self, label, path, settings, make, redo=False) -> Any:
+        """What the file has, or else what is made for it; `redo` with other settings."""
         settings = json_copy("settings", settings)
         record = json.loads(read_text(path, self.folder)) if path.is_file() else {}
-        is_own = record.get("settings") == settings
-        if not is_own or "result" not in record:
+        changes = different_settings(record.get("settings", settings), settings)
+        if changes and redo:
+            record = {}
+        elif changes:
+            expected = f"the settings of {path}, or another folder (--output)"
+            raise unfit(expected, *changes.values())
+        if "result" not in record:
             self.show(label)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, {"settings": settings})
-            record = {"settings": settings, "result": make(is_own)}
+            record = {"settings": settings, "result": make(), "versions": versions()}
             write_json(path, record)
+        if record["versions"] not in self.versions:
+            self.versions.append(record["versions"])
         self.done.add(path)
         return record["result"]
 

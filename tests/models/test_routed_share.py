@@ -83,6 +83,16 @@ def test_the_finding_on_the_share(preset, options, more, level):
         assert f"moe_layers='{more}' would make it {share:.0%}" in finding[1]
 
 
+def test_the_finding_on_narrow_experts_in_every_block():
+    def described(mlp_dim):
+        sizes = {"moe_layers": "every_1", "expert_mlp_dim": mlp_dim}
+        return models.describe("vmoe_b32", **sizes)
+
+    ((level, text),), share = described(200).findings(), described(400).routed_share
+    assert level == "notice"
+    assert f"an expert_mlp_dim twice as large would make it {share:.0%}." in text
+
+
 def test_the_finding_on_one_expert_per_token():
     one, two = (
         models.describe("vmoe_b32", num_selected_experts=count) for count in (1, 2)

@@ -53,14 +53,17 @@ def comparison(*seeds):
 
 def test_differences_are_taken_seed_by_seed():
     # 2 and 4 points, whose deviation is the root of 2; -5 and 5 points.
-    both = comparison((0.90, 0.88, 0.95), (0.94, 0.90, 0.89))
+    seeds = (0.90, 0.88, 0.95), (0.94, 0.90, 0.89)
+    both = comparison(*seeds)
     assert both.difference("dense") == pytest.approx((0.03, 0.01))
     assert both.difference("wide") == pytest.approx((0.0, 0.05), abs=1e-9)
     assert both.difference("wide", "loss") == (0.0, 0.0)
-    assert both.sentence == (
-        "Over 2 seeds on mine the experts are 3.00 ± 1.00 points more accurate than a "
+    # Of two seeds, 3 errors are within Student's interval, and not of six.
+    assert "(+3.00 ± 1.00 points)" in both._found("dense")
+    assert comparison(*3 * seeds).sentence == (
+        "Over 6 seeds on mine the experts are 3.00 ± 0.45 points more accurate than a "
         "dense model of equal FLOPs, and show no difference from one of equal "
-        "parameters (+0.00 ± 5.00 points) at 0.50 of its FLOPs."
+        "parameters (+0.00 ± 2.24 points) at 0.50 of its FLOPs."
     )
     one = comparison((0.5, 0.75, 0.5))
     assert one.difference("dense") == (-0.25, None)
@@ -69,8 +72,23 @@ def test_differences_are_taken_seed_by_seed():
         "less accurate than a dense model of equal FLOPs, and show no difference from "
         "one of equal parameters (+0.00 points) at 0.50 of its FLOPs."
     )
-    # 1 and 4 points: 2.5 ± 1.5.
-    assert "no difference" in comparison((0.5, 0.49, 1), (0.5, 0.46, 1))._found("dense")
+    # An image more with both seeds is no error of 0.
+    equal = comparison((0.75, 0.5, 1), (0.5, 0.25, 1))
+    assert equal.difference("dense") == (0.25, 0.0)
+    assert "no difference" in equal._found("dense")
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 10, 12])
+def test_intervals_are_students(count):
+    stats = pytest.importorskip("scipy.stats")
+    exact = stats.t.ppf(0.975, count - 1)
+    errors = np.linspace(-1, 1, count) / 1000
+    for scale, found in ((1.02, "more accurate"), (0.98, "no difference")):
+        # More than 10 seeds need as much as 10.
+        mean = scale * max(exact, 2.26 if count > 10 else 0)
+        mean *= errors.std(ddof=1) / count**0.5
+        seeds = [(0.5 + mean + error, 0.5, 0.5) for error in errors]
+        assert found in comparison(*seeds)._found("dense")
 
 
 def recipe(**settings):
@@ -78,9 +96,14 @@ def recipe(**settings):
     return short_recipe(**{**common, "learning_rate": 0.1, **settings})
 
 
-def test_images_to_choose_by_are_not_trained_on():
+def test_images_to_choose_by_are_not_trained_on(tmp_path):
     for held_out, size in ((100, 100), (0.1, 135)):
-        left = twin_runs._with_held_out(recipe(), held_out, None).data.left_out()
+        own = twin_runs._with_held_out(recipe(), held_out, None)
+        runs = twin_runs._Runs(own, {"dense": own}, tmp_path, None, 1, None)
+        # All runs have the section that remembers them.
+        section = runs._run("dense", 0.1, 1)[0].data
+        assert section is own.data
+        left = section.left_out()
         train, chosen = (np.delete(np.arange(1347), x) for x in left)
         assert len(chosen) == size
         assert sorted([*train, *chosen]) == list(range(1347))
@@ -140,6 +163,13 @@ def test_runs_are_done_once(small, monkeypatch, tmp_path):
     assert runs() == ["dense, learning rate 0.1, seed 1", "dense, seed 1, test images"]
     assert splits.count("test") == 1
     assert run(seeds=1).models["wide"].runs == models[2].runs[:1]
+    assert begun == []
+    # Runs of other settings stay, and are not mixed with these.
+    other = recipe().replace(**{"schedule.epochs": 3})
+    before = sorted(tmp_path.rglob("*"))
+    refuses(r"epochs=3 \(there 2\)", twins, other, tmp_path, 2, [1e-6, 0.1], 200, 2)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert run() == first
     assert begun == []
 
 
