@@ -111,15 +111,13 @@ def run_pytest(backend: str, pytest_args: list[str], folder: str) -> Outcome:
 def runs(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
     """Returns the backend and the arguments of each pytest; the last takes longest."""
     common = list(args.pytest_args)
-    if args.lane == "library":
-        common += [f"--ignore={path}" for path in RELEASE]
-    elif args.lane == "release":
-        common += RELEASE
+    is_release = args.lane == "release"
+    common += RELEASE if is_release else [f"--ignore={path}" for path in RELEASE]
     whole = "torch" if "torch" in args.backends else args.backends[0]
     others = [(x, [*common, "--fast"]) for x in args.backends if x != whole]
     if args.fast:
         common.append("--fast")
-    elif whole == "tensorflow" and args.lane == "library":
+    elif whole == "tensorflow" and not is_release:
         # Keras on TensorFlow keeps memory after each training: a third of the suite
         # takes more than 12 GB.
         files = (path.relative_to(ROOT) for path in ROOT.glob("tests/**/test_*.py"))
@@ -168,9 +166,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--lane",
-        choices=("library", "release", "both"),
+        choices=("library", "release"),
         default="library",
-        help="the library's tests, those of guides, wheel and the like, or both",
+        help="the library's tests, or those of guides, wheel and the like",
     )
     parser.add_argument("--jobs", type=int, default=2, help="pytests at a time")
     parser.add_argument("pytest_args", nargs="*", metavar="-- PYTEST ARGS")

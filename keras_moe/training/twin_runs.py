@@ -488,7 +488,7 @@ class _Runs:
         return train(recipe, **options)
 
     def _once(self, label, path, settings, make, redo=False) -> Any:
-        """What the file has, or else what is made for it; `redo` with other settings."""
+        """What the file has, or else what is made; `redo` if settings are others."""
         settings = json_copy("settings", settings)
         record = json.loads(read_text(path, self.folder)) if path.is_file() else {}
         changes = different_settings(record.get("settings", settings), settings)

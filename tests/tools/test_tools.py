@@ -58,24 +58,24 @@ def test_benchmarks_run(capsys, monkeypatch, command, columns):
         assert table["title"].split()[0] in errors
 
 
-def runs(*backends, lane="both", **options):
-    options = {"fast": False, "jobs": 1, "pytest_args": ["-x"]} | options
+def runs(*backends, lane="library", **options):
+    options = {"fast": False, "jobs": 1, "pytest_args": []} | options
     return run_tests.runs(SimpleNamespace(backends=backends, lane=lane, **options))
 
 
 def test_the_runner_runs_every_file_once():
-    jax, torch = runs("torch", "jax", jobs=2)
-    assert jax == ("jax", ["-x", "--fast"])
-    assert torch == ("torch", ["-x", "--numprocesses=2", "--dist=loadfile"])
-    assert runs("jax") == [("jax", ["-x"])]
-    assert runs("jax", fast=True) == [("jax", ["-x", "--fast"])]
-    ((_, release),) = runs("jax", lane="release", pytest_args=[])
-    ((_, ignored),) = runs("jax", lane="library", pytest_args=[])
-    assert ignored == [f"--ignore={path}" for path in release]
+    ((_, release),) = runs("jax", lane="release")
     assert all((ROOT / path).exists() for path in release)
+    common = ["-x", *(f"--ignore={path}" for path in release)]
+    jax, torch = runs("torch", "jax", jobs=2, pytest_args=["-x"])
+    assert jax == ("jax", [*common, "--fast"])
+    assert torch == ("torch", [*common, "--numprocesses=2", "--dist=loadfile"])
+    assert runs("jax", pytest_args=["-x"]) == [("jax", common)]
+    fast = runs("jax", fast=True, pytest_args=["-x"])
+    assert fast == [("jax", [*common, "--fast"])]
     # TensorFlow runs the library in parts.
     files = {str(x.relative_to(ROOT)) for x in (ROOT / "tests").rglob("test_*.py")}
-    parts = [x for _, names in runs("tensorflow", lane="library") for x in names]
+    parts = [x for _, names in runs("tensorflow") for x in names]
     library = [name for name in parts if name in files]
     assert sorted(library) == sorted(
         x for x in files if not x.startswith(tuple(release))
