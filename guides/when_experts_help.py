@@ -18,8 +18,8 @@
 # cost. The answer depends on what you hold equal. At equal FLOPs the mixture should win
 # if capacity is missing. At equal parameters it is cheaper, and should not lose.
 #
-# On pictures of clothes experts pay, as a study of hours has shown. On few digits they
-# do not, as you can see here in minutes, with both comparisons and several seeds.
+# On pictures of clothes experts pay, as a longer study shows. On few digits they do
+# not, as you can see here in minutes, with both comparisons and several seeds.
 
 # %%
 # Installs keras_moe if it is missing (in Colab, for example), from a clone around or
@@ -66,7 +66,7 @@ console = Console(width=100, force_jupyter=False)
 # accuracy less that of the dense model (85.2% and 87.7%), in points ± the standard
 # error:
 #
-# | model | FLOPs | time of a step | 15 epochs, five seeds | 40 epochs, three seeds |
+# | dense = 1 | FLOPs | time of a step | 15 epochs, 5 seeds | 40 epochs, 3 seeds |
 # |---|---:|---:|---:|---:|
 # | wide dense, as many parameters as K=1 | 2.48 | 1.57 | 0.5 ± 0.1 | 0.3 ± 0.2 |
 # | V-MoE, K=1, every other block | 1.01 | 1.09 | 0.5 ± 0.2 | 0.5 ± 0.3 |
@@ -74,12 +74,11 @@ console = Console(width=100, force_jupyter=False)
 #
 # Two experts per token in all blocks beat the dense and the wide model with every seed.
 # One in every other block gains as much as the wide model at the dense model's cost,
-# and not with every seed. With three seeds and 15 epochs, a second expert per token
+# but not with every seed. With three seeds and 15 epochs, a second expert per token
 # there or one expert in every block gain 1.1 ± 0.2 and 0.9 ± 0.1, and other routers no
 # more than V-MoE's. With a tenth of the images no model differs from the dense one. At
 # twice the width the wide model and one expert per token gain nothing, and two per
-# token in all blocks 0.8 and 0.2 points (two seeds): the dense model has capacity
-# enough.
+# token in all blocks 0.8 and 0.2 points (two seeds).
 # `keras-moe twins RECIPE` makes this comparison on your data.
 #
 # ## Five models for few images
@@ -311,8 +310,7 @@ print(f"standard error of one accuracy by {len(test_labels)} images: {noise:.1%}
 #   One in every other block gains less and costs almost nothing.
 # - **Try the cheap control, too**: train a wider dense model. On digits neither wins,
 #   and on Fashion-MNIST two experts per token in all blocks gain three times as much.
-# - **Use several seeds.** With one seed, one expert per token may look better or worse
-#   than a dense model by a point either way.
+# - **Use several seeds.** With one seed, the same model may gain a point or nothing.
 #
 # ## What to do next
 #

@@ -194,6 +194,7 @@ def progress_shown(
 
 def with_bar(console: "Console") -> Callable[[Iterable, str], Iterable]:
     """A function that adds a progress bar to the batches of a split."""
+    from rich.markup import escape
     from rich.progress import track
 
     class Shown:
@@ -204,7 +205,7 @@ def with_bar(console: "Console") -> Callable[[Iterable, str], Iterable]:
 
         def __iter__(self):
             return iter(
-                track(self.batches, self.split, console=console, transient=True)
+                track(self.batches, escape(self.split), console=console, transient=True)
             )
 
         def cardinality(self):

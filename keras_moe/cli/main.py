@@ -185,7 +185,9 @@ def new_console() -> "Console":
             raise BrokenPipeError
 
     chosen_elsewhere = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return PipedConsole(width=None if chosen_elsewhere else WIDTH, markup=False)
+    width = None if chosen_elsewhere else WIDTH
+    # A name such as tfds:cat:1.0.0 has no emoji, either.
+    return PipedConsole(width=width, markup=False, emoji=False)
 
 
 def set_environment() -> None:

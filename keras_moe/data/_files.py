@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 
 from keras_moe._checks import unfit
@@ -181,7 +182,7 @@ def with_progress(items: Iterable, text: str, total: int) -> Iterable:
     console = Console(stderr=True)
     return track(
         items,
-        text,
+        escape(text),
         total=total,
         console=console,
         transient=True,

@@ -114,7 +114,8 @@ class CompiledCosts(NamedTuple):
         if self.operations:
             shown.append(self._operations_table())
         for each in (*shown, *self._remarks()):
-            console.print(each, highlight=False, soft_wrap=isinstance(each, str))
+            is_text = isinstance(each, str)
+            console.print(each, highlight=False, markup=False, soft_wrap=is_text)
 
     def _time_table(self, seconds, steps):
         times = [

@@ -112,6 +112,7 @@ class Costs(NamedTuple):
             f"{self.name} on {self.num_devices} x {self.chip.name}, {self.layout}",
             style="bold",
             highlight=False,
+            markup=False,
         )
         verdict = "fits" if self.fits else "does not fit"
         capacity = {f"the chip ({verdict})": self.chip.memory}

@@ -234,16 +234,19 @@ class ImageData(DataConfig):
     def left_out(self, data_dir: str | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Returns the sorted indices of train and test images to leave out, cached."""
         if data_dir not in self._left_out:
-            self._left_out[data_dir] = (
-                self.left_out_of(self.train_split, self.exclude, data_dir),
-                self.left_out_of(self.test_split, (), data_dir),
+            self._left_out[data_dir] = tuple(
+                left_out(
+                    open_source(self.source, split, data_dir),
+                    split,
+                    exclude,
+                    self.unreadable or "raise",
+                )
+                for split, exclude in (
+                    (self.train_split, self.exclude or ()),
+                    (self.test_split, ()),
+                )
             )
         return self._left_out[data_dir]
-
-    def left_out_of(self, split: str, exclude: Any, data_dir: str | None) -> np.ndarray:
-        """Returns the sorted indices of a split's images to leave out."""
-        source = open_source(self.source, split, data_dir)
-        return left_out(source, split, exclude or (), self.unreadable or "raise")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

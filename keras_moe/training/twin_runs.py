@@ -22,6 +22,7 @@ from keras_moe.layers.moe_config import MUMOE, moe_config
 from keras_moe.models.loading._overrides import moe_names
 from keras_moe.models.loading.blueprint import Description
 from keras_moe.models.registry import is_architecture
+from keras_moe.training.checkpoints import list_checkpoints
 from keras_moe.training.non_finite import NonFiniteLoss
 from keras_moe.training.objectives import Classification
 from keras_moe.training.optimizers import group_factors
@@ -43,6 +44,8 @@ _CAPTION = (
 # 97.5% quantiles of Student's t for two seeds, three and so on; the last one serves for
 # more seeds, too.
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+# Accuracies' errors below it are of rounding.
+_NO_ERROR = 1e-9
 # `mlp_dim` is a multiple of these if that changes the cost by less than a share: odd
 # sizes are slow on accelerators.
 _MULTIPLES, _ROUNDING = (64, 8, 1), 0.005
@@ -121,8 +124,8 @@ class Twins(NamedTuple):
         mean, error = difference = self.difference(twin)
         seeds = len(self.models[twin].runs)
         # A few seeds may differ by the same few images: that is no error of 0.
-        unclear = error == 0
-        if error:
+        unclear = error is not None and error < _NO_ERROR
+        if error and not unclear:
             unclear = abs(mean) < error * _STUDENT[min(seeds - 2, len(_STUDENT) - 1)]
         if unclear or not mean:
             points = difference.text(sign="+")
@@ -232,8 +235,12 @@ def twins(
     configs = twin_models(recipe, num_classes)
     own = _with_held_out(recipe, held_out, data_dir)
     recipes = {name: _twin(own, x, num_classes) for name, (x, _) in configs.items()}
+    for each in recipes.values():
+        # What cannot be built fails now, and not after the others' runs.
+        each.abstract_model(num_classes)
     total = len(recipes) * (len(rates) + 2 * seeds - 1) + bool(timed_steps)
     runs = _Runs(recipe, recipes, Path(folder) / "runs", data_dir, total, progress)
+    runs.check_settings(own.data.to_dict()["held_out"])
     tried = {
         name: {rate: runs.trained(name, rate, recipe.seed) for rate in rates}
         for name in recipes
@@ -244,8 +251,7 @@ def twins(
     for (name, seed), record in zip(each, trained):
         if "nll" not in record:
             expected = f"learning_rates (--rates) with which {name} never diverges"
-            values = {"learning_rate": chosen[name], "seed": seed}
-            raise unfit(f"{expected}; finished runs are kept", **values)
+            raise unfit(expected, learning_rate=chosen[name], seed=seed)
     # All choices are made before the first look at the test images.
     tested = {name: [] for name in recipes}
     for (name, seed), record in zip(each, trained):
@@ -324,14 +330,11 @@ def twin_models(
 
 def _twin(recipe, config, num_classes) -> Recipe:
     """The recipe with another model, and without groups of weights that it lacks."""
-    given, groups = recipe.optimizer.groups or [], []
-    if config == dataclasses.replace(recipe.model, load_weights=False):
-        groups = given
-    else:
-        # Now, since what cannot be built should not fail after the other's runs.
+    groups = given = recipe.optimizer.groups
+    if given and config != dataclasses.replace(recipe.model, load_weights=False):
         make = recipe.objective.new_model
         model = make(config, num_classes, recipe.seed, models.abstract)
-        paths = [x.path for x in model.trainable_variables]
+        paths, groups = [x.path for x in model.trainable_variables], []
         for group in given:
             try:
                 group_factors([*groups, group], paths)
@@ -351,15 +354,16 @@ class _HeldOut(ImageData):
 
     held_out: int
 
+    def hold_out(self, excluded: np.ndarray, data_dir: str | None) -> None:
+        """Chooses the images among those that are not excluded."""
+        count = data.num_examples(self.source, self.train_split, data_dir)
+        kept = np.setdiff1d(np.arange(count), excluded)
+        own = np.random.default_rng(0).choice(kept, self.held_out, replace=False)
+        both = np.union1d(excluded, own), np.setdiff1d(np.arange(count), own)
+        self._left_out[data_dir] = both
+
     def left_out(self, data_dir=None):
-        if data_dir not in self._left_out:
-            # The training split alone, which both splits are part of.
-            excluded = self.left_out_of(self.train_split, self.exclude, data_dir)
-            count = data.num_examples(self.source, self.train_split, data_dir)
-            kept = np.setdiff1d(np.arange(count), excluded)
-            own = np.random.default_rng(0).choice(kept, self.held_out, replace=False)
-            both = np.union1d(excluded, own), np.setdiff1d(np.arange(count), own)
-            self._left_out[data_dir] = both
+        # Not searched for again: a copy of this section would hold nothing out.
         return self._left_out[data_dir]
 
 
@@ -373,7 +377,9 @@ def _with_held_out(recipe, held_out, data_dir) -> Recipe:
         expected = f"some of {count} training images beside a batch"
         raise unfit(expected, held_out=held_out, batch_size=config.batch_size)
     settings = {**config.to_dict(), "test_split": config.train_split}
-    return dataclasses.replace(recipe, data=_HeldOut(**settings, held_out=size))
+    section = _HeldOut(**settings, held_out=size)
+    section.hold_out(excluded, data_dir)
+    return dataclasses.replace(recipe, data=section)
 
 
 # Runs
@@ -401,7 +407,7 @@ class _Runs:
 
     def trained(self, name: str, rate: float, seed: int) -> dict:
         """Figures on the held-out images; none if training diverged."""
-        recipe, folder, settings = self._run(name, rate, seed)
+        recipe, folder = self._run(name, rate, seed)
         label = f"{name}, learning rate {rate:g}, seed {seed}"
 
         def make():
@@ -419,12 +425,11 @@ class _Runs:
             figures = self._figures(run.model, recipe)
             return {**figures, "loss": run.history["loss"][-1]}
 
-        return self._once(label, folder / "run.json", settings, make)
+        return self._once(label, folder / "run.json", make)
 
     def tested(self, name: str, rate: float, seed: int) -> dict[str, float]:
         """Figures on the test images of a model that was trained before."""
-        recipe, folder, settings = self._run(name, rate, seed)
-        settings["data.test_split"] = self.recipe.data.test_split
+        recipe, folder = self._run(name, rate, seed)
 
         def make():
             # Nothing is left to train.
@@ -436,14 +441,14 @@ class _Runs:
             return figures
 
         label = f"{name}, seed {seed}, test images"
-        return self._once(label, folder / "test.json", settings, make)
+        return self._once(label, folder / "test.json", make)
 
     def step_times(
         self, rates: dict[str, float], num_classes: int | None, rounds: int
     ) -> dict[str, float]:
         """Medians of the times of training steps in ms, with the same batch."""
         own = {name: self._run(name, x, self.recipe.seed) for name, x in rates.items()}
-        settings = {"rounds": rounds, **{name: x[2] for name, x in own.items()}}
+        settings = {"rounds": rounds, "rates": rates}
 
         def step(model, recipe, batch):
             start = time.perf_counter()
@@ -453,7 +458,7 @@ class _Runs:
 
         def make():
             arguments, batch, times = {}, None, {name: [] for name in own}
-            for name, (recipe, _, _) in own.items():
+            for name, (recipe, _) in own.items():
                 model = recipe.new_model(num_classes)
                 # The length of an epoch changes learning rates, and no times.
                 recipe.compile(model, steps_per_epoch=10**6)
@@ -471,36 +476,54 @@ class _Runs:
 
         path = self.folder / "step_times.json"
         # Other rates may be the best by now.
-        return self._once("times of training steps", path, settings, make, redo=True)
+        return self._once("times of training steps", path, make, settings)
 
     def _run(self, name, rate, seed):
-        """Recipe, folder and settings of a run."""
+        """Recipe and folder of a run."""
         recipe = self.recipes[name]
         schedule = recipe.schedule.replace(learning_rate=rate)
         # Shares the data's section, which remembers the images that are left out.
         recipe = dataclasses.replace(recipe, seed=seed, schedule=schedule)
-        settings = {**settings_of_runs(recipe), "backend": keras.backend.backend()}
-        return recipe, self.folder / f"{name}-rate{rate:g}-seed{seed}", settings
+        return recipe, self.folder / f"{name}-rate{rate:g}-seed{seed}"
+
+    def check_settings(self, held_out: int) -> None:
+        """Refuses a folder that has runs of other settings."""
+        backend, path = keras.backend.backend(), self.folder / "settings.json"
+        settings = settings_of_runs(self.recipe)
+        settings |= {"held_out": held_out, "backend": backend}
+        for name in ("schedule.learning_rate", "seed"):
+            # Each run has its own.
+            del settings[name]
+        changes = different_settings(self._read(path) or settings, settings)
+        runs = self.folder.glob("*-seed*")
+        if changes and any(
+            (x / "run.json").exists() or list_checkpoints(x / "checkpoints")
+            for x in runs
+        ):
+            expected = f"the settings of the runs in {self.folder}, or another folder"
+            raise unfit(f"{expected} (--output)", *changes.values())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, settings)
 
     def _train(self, recipe, folder, callbacks):
         options = {"data_dir": self.data_dir, "verbose": 0, "callbacks": callbacks}
         options |= {"checkpoint_dir": folder / "checkpoints", "keep_checkpoints": 1}
         return train(recipe, **options)
 
-    def _once(self, label, path, settings, make, redo=False) -> Any:
-        """What the file has, or else what is made; `redo` if settings are others."""
-        settings = json_copy("settings", settings)
-        record = json.loads(read_text(path, self.folder)) if path.is_file() else {}
-        changes = different_settings(record.get("settings", settings), settings)
-        if changes and redo:
-            record = {}
-        elif changes:
-            expected = f"the settings of {path}, or another folder (--output)"
-            raise unfit(expected, *changes.values())
-        if "result" not in record:
+    def _read(self, path) -> dict:
+        """What a file has, or nothing if it is not there or damaged."""
+        try:
+            return json.loads(read_text(path, self.folder))
+        except (OSError, ValueError):
+            return {}
+
+    def _once(self, label, path, make, settings=None) -> Any:
+        """What the file has for these settings, or else what is made for them."""
+        record = self._read(path)
+        is_done = {"result", "versions"} <= record.keys()
+        if not is_done or record.get("settings") != settings:
             self.show(label)
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, {"settings": settings})
             record = {"settings": settings, "result": make(), "versions": versions()}
             write_json(path, record)
         if record["versions"] not in self.versions:

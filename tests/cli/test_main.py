@@ -10,11 +10,14 @@ import warnings
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from rich.table import Table
 
 from keras_moe import WRITTEN_BY_KERAS
+from keras_moe._tables import numbers_table
 from keras_moe.cli import describe, train
 from keras_moe.cli._arguments import Result, override
+from keras_moe.cli._inputs import progress_shown
 from keras_moe.cli.main import COMMANDS, main, make_parser, set_environment
 from tests.forks import run_python
 
@@ -92,6 +95,7 @@ def test_results_are_tables_or_json(program, work, tmp_path):
         table.add_row("a row")
         # Names of files are no markup.
         table.add_row("photo[b].jpg[/i]")
+        console.print("tfds:cat:1.0.0")
         return Result({"loss": float("nan"), "steps": (1, 2)}, (table, "end"))
 
     work(run)
@@ -100,18 +104,28 @@ def test_results_are_tables_or_json(program, work, tmp_path):
     assert shown.status == 0
     assert "a row" in shown.output
     assert "photo[b].jpg[/i]" in shown.output
+    assert "tfds:cat:1.0.0" in shown.output
     assert shown.output.endswith("end\n")
     assert shown.errors == ""
     # Nothing but JSON on stdout.
     asked = program("describe", "x", "--json")
     assert json.loads(asked.output) == expected
-    assert asked.errors == "a line of training\na progress bar\n"
+    assert asked.errors == "a line of training\na progress bar\ntfds:cat:1.0.0\n"
     path = tmp_path / "new" / "results.json"
     written = program("describe", "x", "--json", path)
     assert written.output == shown.output
     assert json.loads(path.read_text()) == expected
     work(lambda args, console: None)
     assert program("describe", "x", "--json") == (0, "", "")
+
+
+def test_tables_and_bars_read_no_markup():
+    console = Console(file=io.StringIO(), force_terminal=True, width=60)
+    console.print(numbers_table("on [x]", ["a"], [["[/y]"]]))
+    with progress_shown(console, "photos", "{task.description}") as show:
+        show(1, 2, "photo[/b].jpg")
+    output = console.file.getvalue()
+    assert all(text in output for text in ("on [x]", "[/y]", "photo[/b].jpg"))
 
 
 def invalid_argument_of_tensorflow(message):

@@ -94,7 +94,7 @@ class ConversionReport(NamedTuple):
             values = weight.weight, list(weight.shape), sources, weight.how
             table.add_row(*(Text(str(value)) for value in values))
         for name in self.new:
-            table.add_row(name, "", "", "new: initial values")
+            table.add_row(Text(name), "", "", "new: initial values")
         console.print(table)
         for reason, count in collections.Counter(self.ignored.values()).items():
             console.print(f"left out: {count} tensors, {reason}", markup=False)

@@ -186,8 +186,7 @@ class Description(NamedTuple):
                 share = _share_of_more(self.parts, blocks, experts, counts[larger[0]])
                 text += f": moe_layers='{larger[0]}' would make it {share:.0%}"
             else:
-                share = 2 * self.routed_share / (1 + self.routed_share)
-                text += f": an expert_mlp_dim twice as large would make it {share:.0%}"
+                text += ": a larger expert_mlp_dim would raise the share"
         most = max(part.num_experts or 0 for part in experts)
         is_last_2 = len(experts) == 2 and experts == blocks[1::2][-2:]
         if is_last_2 and most <= ROBUST_EXPERTS:
