@@ -263,14 +263,12 @@ class RunCheckpoint(Callback):
         saved = {**state["settings"], "steps_per_epoch": state["steps_per_epoch"]}
         given = {**self.settings, "steps_per_epoch": self.steps_per_epoch}
         different = different_settings(saved, given)
-        may_differ = [name for name in different if name in self.may_differ]
-        self.changed = {name: saved.get(name) for name in may_differ}
-        for name in may_differ:
-            del different[name]
-        if different:
+        self.changed = {x: saved.get(x) for x in different if x in self.may_differ}
+        refused = [text for x, text in different.items() if x not in self.changed]
+        if refused:
             raise ValueError(
                 f"Expected the settings of the run in {self.folder}; received: "
-                f"{', '.join(different.values())}. Take another folder (--output), "
+                f"{', '.join(refused)}. Take another folder (--output), "
                 "begin anew (--restart, resume=False), or extend the run (--extend, "
                 "extend=True) if its length alone differs"
             )

@@ -124,9 +124,10 @@ class Twins(NamedTuple):
         mean, error = difference = self.difference(twin)
         seeds = len(self.models[twin].runs)
         # A few seeds may differ by the same few images: that is no error of 0.
-        unclear = error is not None and error < _NO_ERROR
-        if error and not unclear:
-            unclear = abs(mean) < error * _STUDENT[min(seeds - 2, len(_STUDENT) - 1)]
+        unclear = error is not None and (
+            error < _NO_ERROR
+            or abs(mean) < error * _STUDENT[min(seeds - 2, len(_STUDENT) - 1)]
+        )
         if unclear or not mean:
             points = difference.text(sign="+")
             return f"show no difference from {_EQUAL[twin]} ({points} points)"
@@ -240,7 +241,8 @@ def twins(
         each.abstract_model(num_classes)
     total = len(recipes) * (len(rates) + 2 * seeds - 1) + bool(timed_steps)
     runs = _Runs(recipe, recipes, Path(folder) / "runs", data_dir, total, progress)
-    runs.check_settings(own.data.to_dict()["held_out"])
+    number = own.data.to_dict()["held_out"]
+    runs.check_settings(number)
     tried = {
         name: {rate: runs.trained(name, rate, recipe.seed) for rate in rates}
         for name in recipes
@@ -271,7 +273,7 @@ def twins(
         for name, (_, cost) in configs.items()
     }
     result = Twins(str(recipe.data.source), found)
-    about = {"recipe": recipe.to_dict(), "held_out": own.data.to_dict()["held_out"]}
+    about = {"recipe": recipe.to_dict(), "held_out": number}
     about |= {"backend": keras.backend.backend(), "versions": runs.versions}
     write_json(Path(folder) / "twins.json", {**result.to_dict(), **about})
     return result
