@@ -33,7 +33,8 @@ def test_texts_become_the_data_of_a_run(done, mistake, tmp_path):
     # Tokens are no texts, and no other words may stand for them.
     assert "tokens are read by" in mistake("evaluate", tmp_path / "run")
     (folder / "index.json").unlink()
-    assert "Expected a folder of keras-moe tokenize" in mistake(*command)
+    other = (*command, "--output", tmp_path / "other")
+    assert "Expected a folder of keras-moe tokenize" in mistake(*other)
     assert "which has other files" in mistake(
         *asked, "--tokenizer", folder / "tokenizer"
     )
